@@ -1,0 +1,54 @@
+"""Types that several services share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class CellRole(StrEnum):
+    """What a cell does with its accelerators."""
+
+    ROLLOUT = "rollout"
+    TO_TRAIN = "to_train"
+    TRAIN = "train"
+    TO_ROLLOUT = "to_rollout"
+    DOWN = "down"
+
+
+class CellState(StrEnum):
+    """What the rollout side of a cell can do for a call. Only SERVING gets traffic."""
+
+    SERVING = "serving"
+    UPDATING = "updating"
+    STALE = "stale"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """``num_tokens`` consecutive sampled tokens that were made by weights of ``version``."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellRoute:
+    """A row of the route table: where a call can go."""
+
+    cell_id: str
+    actor_name: str
+    state: CellState
+    version: int
+    free_slots: int
+    """May be negative when affinity sent more runs to a cell than it has slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTable:
+    """What a proxy replica knows of the cells. A table with a higher epoch replaces a lower one."""
+
+    epoch: int
+    cells: tuple[CellRoute, ...]
+    affinity: tuple[tuple[str, str], ...] = ()
+    """(run id, cell id): where the KV of a run lies."""

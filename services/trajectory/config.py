@@ -1,0 +1,24 @@
+"""Configuration of the trajectory service."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TrajectoryConfig(BaseModel):
+    """Call logs, trees, selection and advantages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_shards: int = Field(default=1, ge=1)
+    """Actors among which runs are spread."""
+    max_trajectories: int = Field(default=5, ge=1)
+    """J_max: at most so many root-to-leaf paths of one run are trained."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo"] = "grpo"
+    """Baseline of a run: the group's mean (divided by its standard deviation, or not), or the mean of the others."""
+    min_counted_runs: int = Field(default=2, ge=2)
+    """A group with fewer counted runs is lost."""
+    seed: int = 0
+    """Seed of the selection."""
