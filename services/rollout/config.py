@@ -60,7 +60,6 @@ class SamplingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     temperature: float = Field(default=0.7, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
     max_tokens: int = Field(default=128, ge=1)
     """Most tokens of one answer (a harness may ask for fewer)."""
     eval_temperature: float | None = None

@@ -13,9 +13,7 @@ class Sampling:
     """The job's sampling parameters. They win over what a harness asks for."""
 
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    """-1: no limit."""
+    """The only transformation of the logits: the trainer must be able to compute the same distribution."""
     max_tokens: int = 256
     """Counts what an interrupted call already generated."""
     stop: tuple[str, ...] = ()
@@ -43,7 +41,7 @@ class GenerateChunk:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural logarithms, of the distribution that was sampled (after temperature, top-p, top-k)."""
+    """Natural logarithms, of the distribution that was sampled (after temperature)."""
     text: str
     """The text that these tokens add, detokenised incrementally; the stop token's own text is left out."""
     version: int
