@@ -31,9 +31,7 @@ def generate(target: Path) -> None:
             text = path.read_text()
             text = text.replace("from tidegate.v1 import", "from services.pb import")
             text = (
-                text.replace("import tidegate.v1.", "import services.pb.").replace(
-                    "tidegate.v1.", "services.pb."
-                )
+                text.replace("import tidegate.v1.", "import services.pb.").replace("tidegate.v1.", "services.pb.")
                 if path.suffix == ".pyi"
                 else text
             )

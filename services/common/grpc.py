@@ -61,9 +61,7 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
         given_bytes = given if isinstance(given, bytes) else given.encode()
         if hmac.compare_digest(given_bytes, self._expected):
             return handler
-        return (
-            self._refuse_stream if handler is not None and handler.response_streaming else self._refuse_unary
-        )
+        return self._refuse_stream if handler is not None and handler.response_streaming else self._refuse_unary
 
 
 async def serve(
@@ -88,9 +86,7 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for name in ("", *service_names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    reflection.enable_server_reflection(
-        (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:

@@ -45,20 +45,12 @@ SERIES: dict[str, Series] = {
     "tidegate_prompt_tokens_total": Series("counter", "Prompt tokens of completed calls"),
     "tidegate_prompt_tokens_new_total": Series("counter", "Prompt tokens that had to be tokenised"),
     "tidegate_output_tokens_total": Series("counter", "Sampled tokens of completed calls"),
-    "tidegate_false_forks_total": Series(
-        "counter", "Calls that extended no stored call although their history did"
-    ),
+    "tidegate_false_forks_total": Series("counter", "Calls that extended no stored call although their history did"),
     "tidegate_train_tokens_total": Series("counter", "Tokens trained"),
-    "tidegate_train_step_seconds": Series(
-        "histogram", "Wall time of an optimizer step, seconds", (), _SECONDS
-    ),
+    "tidegate_train_step_seconds": Series("histogram", "Wall time of an optimizer step, seconds", (), _SECONDS),
     "tidegate_grad_norm": Series("gauge", "Gradient norm before clipping"),
-    "tidegate_logprob_abs_diff_max": Series(
-        "gauge", "Largest |engine - trainer| log-probability of the last step"
-    ),
-    "tidegate_publish_seconds": Series(
-        "histogram", "Weight update of one cell, seconds", ("cell",), _SECONDS
-    ),
+    "tidegate_logprob_abs_diff_max": Series("gauge", "Largest |engine - trainer| log-probability of the last step"),
+    "tidegate_publish_seconds": Series("histogram", "Weight update of one cell, seconds", ("cell",), _SECONDS),
     "tidegate_publish_bytes_total": Series("counter", "Bytes of weights pulled", ("cell", "transport")),
 }
 

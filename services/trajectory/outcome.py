@@ -53,18 +53,12 @@ OUTCOME_TABLE: dict[Outcome, OutcomeRule] = {
     Outcome.HARNESS_TIMEOUT: OutcomeRule(True, True, True, 0, "work kept, scored and trained"),
     Outcome.CONTEXT_LIMIT: OutcomeRule(True, True, True, 0, "work kept, scored and trained"),
     Outcome.HARNESS_CRASH: OutcomeRule(True, True, True, 0, "work kept, scored and trained"),
-    Outcome.OUT_OF_MEMORY: OutcomeRule(
-        True, True, True, 0, "the policy's commands filled it: scored and trained"
-    ),
+    Outcome.OUT_OF_MEMORY: OutcomeRule(True, True, True, 0, "the policy's commands filled it: scored and trained"),
     Outcome.SETUP_FAILURE: OutcomeRule(False, False, False, 2, "retried, then dropped"),
     Outcome.ENGINE_LOSS: OutcomeRule(False, False, False, 2, "retried, then dropped"),
     Outcome.RUNNER_LOSS: OutcomeRule(False, False, False, 2, "retried, then dropped"),
-    Outcome.VERIFIER_FAILURE: OutcomeRule(
-        True, False, False, 1, "evaluated again on the kept workspace, then dropped"
-    ),
-    Outcome.VERIFIER_TIMEOUT: OutcomeRule(
-        True, False, False, 1, "evaluated again on the kept workspace, then dropped"
-    ),
+    Outcome.VERIFIER_FAILURE: OutcomeRule(True, False, False, 1, "evaluated again on the kept workspace, then dropped"),
+    Outcome.VERIFIER_TIMEOUT: OutcomeRule(True, False, False, 1, "evaluated again on the kept workspace, then dropped"),
     Outcome.CANCELLED: OutcomeRule(False, False, False, 0, "dropped"),
 }
 """For the verifier outcomes the retry repeats the evaluation inside the runner, not the run."""
