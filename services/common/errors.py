@@ -10,6 +10,9 @@ TidegateError
 │   └── HarnessError     the harness or its sandbox could not be started at all
 ├── AccessError      a missing, wrong or expired token or run key
 ├── NotFoundError    no such job, cell, run or call
+├── RequestError     a harness's request cannot be served as it is
+│   ├── ContextLengthError   the prompt leaves no room for an answer
+│   └── TemplateError        the model's chat template refuses the messages
 └── InvariantError   a state machine met a transition that must not exist; carries its recent history
 
 A failed *run* is not an error: it is data (``services.trajectory.outcome``).
@@ -70,6 +73,29 @@ class AccessError(TidegateError):
 
 class NotFoundError(TidegateError):
     """No such job, cell, run or call."""
+
+
+class RequestError(TidegateError):
+    """A harness's request cannot be served as it is; the harness gets its dialect's error."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt leaves no room for one token of an answer."""
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {num_prompt_tokens} tokens, the model's context holds {max_model_len}.",
+            "Raise rollout.engine.max_model_len, or let the harness keep its history shorter.",
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+
+    def __reduce__(self) -> tuple[type[ContextLengthError], tuple[int, int]]:
+        return type(self), (self.num_prompt_tokens, self.max_model_len)
+
+
+class TemplateError(RequestError):
+    """The model's chat template refuses the messages (their roles or their order)."""
 
 
 class InvariantError(TidegateError):
