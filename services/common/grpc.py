@@ -47,7 +47,7 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
             )
 
         self._refuse_unary = grpc.unary_unary_rpc_method_handler(refuse)
-        self._refuse_stream = grpc.unary_stream_rpc_method_handler(refuse)  # type: ignore[arg-type]
+        self._refuse_stream = grpc.unary_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,

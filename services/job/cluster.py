@@ -1,0 +1,130 @@
+"""Starting or joining Ray, Ray Serve and free ports; leaving without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import ray
+from ray import serve
+
+from services.common.errors import MachineError
+from services.common.names import RAY_NAMESPACE
+from services.job.config import RayConfig
+
+_WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",  # several processes share the cores; each sets its own number after its start
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_DRIVER_ENV = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # a job owns its actors, so waiting for a controller that dies with the cluster helps nobody
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@contextlib.contextmanager
+def ray_cluster(config: RayConfig) -> Iterator[bool]:
+    """Join a cluster or start one; yields whether it was started here. Shuts down only what it started."""
+    os.environ.update({key: value for key, value in _DRIVER_ENV.items() if key not in os.environ})
+    address = config.address or os.environ.get("RAY_ADDRESS", "")
+    runtime_env = {"env_vars": _WORKER_ENV}
+    try:
+        if address:
+            ray.init(
+                address=address,
+                namespace=RAY_NAMESPACE,
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            ray.init(
+                address="local",
+                namespace=RAY_NAMESPACE,
+                runtime_env=runtime_env,
+                num_cpus=config.num_cpus or max(4, os.cpu_count() or 1),
+                object_store_memory=config.object_store_bytes,
+                include_dashboard=config.dashboard,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(Path(config.temp_dir).resolve()) if config.temp_dir else None,
+            )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        hint = (
+            f"Is the cluster at {address} up, and of the same Ray version?"
+            if address
+            else "Free memory, disk or ports, or set ray.temp_dir to a folder with room."
+        )
+        raise MachineError(f"cannot {'join' if address else 'start'} Ray: {error}.", hint) from error
+    try:
+        yield not address
+    finally:
+        ray.shutdown()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int, key: str) -> None:
+    """Raise ``MachineError`` if a port that the configuration names is taken."""
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise MachineError(
+                f"{key}: {host}:{port} cannot be used ({error.strerror}).",
+                f"Free the port, or set {key} to another port, or to 0 for a free one.",
+            ) from None
+
+
+@contextlib.contextmanager
+def serve_ingress(host: str, port: int, *, own_cluster: bool) -> Iterator[str]:
+    """Ray Serve's HTTP ingress; yields its base URL. One ingress serves all jobs of a cluster.
+
+    A cluster of one's own takes the ingress down with it; in a shared one the last job shuts it down.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    already = bool(_serve_applications())
+    if not already:
+        port = port or free_port(host)
+        serve.start(http_options={"host": host, "port": port, "access_log": False})
+    else:
+        host, port = _serve_address()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        if not own_cluster:
+            with contextlib.suppress(Exception):  # the cluster may be gone already
+                if not _serve_applications():
+                    serve.shutdown()
+
+
+def _serve_applications() -> list[str]:
+    try:
+        return list(serve.status().applications)
+    except Exception:  # Serve has no narrower error for "not running"
+        return []
+
+
+def _serve_address() -> tuple[str, int]:
+    from ray.serve.context import _get_global_client
+
+    options = ray.get(_get_global_client()._controller.get_http_config.remote())
+    return options.host, options.port
