@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 from pydantic import BaseModel, ConfigDict, Field
+
+from services.common.errors import ConfigError
 
 
 class ProxyConfig(BaseModel):
@@ -23,3 +27,30 @@ class ProxyConfig(BaseModel):
     """Must be set, and not to a known default, before ``host`` may be anything but a loopback address."""
     public_url: str = ""
     """How harness sandboxes on other nodes reach the proxy; empty: ``http://host:port``."""
+
+
+_KNOWN_TOKENS = frozenset(
+    {"admin", "changeme", "change-me", "default", "password", "secret", "test", "tidegate", "token", "123456"}
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach an address. An unknown host name counts as public."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def refuse_public_bind(config: ProxyConfig) -> None:
+    """Raises ``ConfigError`` if the proxy would listen publicly with no token or a known default one."""
+    token = config.admin_token.strip()
+    if is_loopback(config.host) or (token and token.lower() not in _KNOWN_TOKENS):
+        return
+    found = "a known default admin_token" if token else "no admin_token"
+    raise ConfigError(
+        f"proxy.host {config.host!r} is reachable from other machines, and there is {found}.",
+        "Set proxy.admin_token to a long random string, or proxy.host to 127.0.0.1.",
+    )

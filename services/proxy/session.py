@@ -69,7 +69,7 @@ class StoredCall:
     @cached_property
     def num_messages(self) -> int:
         """Messages of the request and the answer."""
-        return len(stable_messages(self.messages)) + 1
+        return len(self.messages) + 1
 
 
 class Prompt(NamedTuple):
