@@ -1,0 +1,150 @@
+"""What remains of a job: ``summary.json``, ``reward.png`` and a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a job's ``metrics.jsonl``; a half-written last line (after a crash) is left out."""
+    path = folder / "metrics.jsonl"
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def newest_by_step(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind in order of their steps; a step that was trained again after a resume counts once."""
+    by_step = {line["step"]: line for line in lines if line["kind"] == kind}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def make_summary(
+    *,
+    job_id: str,
+    status: str,
+    reason: str,
+    folder: Path,
+    snapshot: dict[str, Any],
+    runs: dict[str, Any],
+    wall_s: float,
+    peak_rss_bytes: int,
+) -> dict[str, Any]:
+    """The content of ``summary.json``.
+
+    ``runs`` holds ``finished``, ``failed``, ``outcomes`` and ``output_tokens``; ``peak_rss_bytes`` is the largest
+    sampled sum of the resident memory of all the job's processes (shared pages count once for each).
+    """
+    lines = read_metrics(folder)
+    steps = newest_by_step(lines, "step")
+    evaluations = newest_by_step(lines, "evaluation")
+    diffs = [line["logprob_abs_diff_max"] for line in steps if line["logprob_abs_diff_max"] >= 0]
+    return {
+        "job_id": job_id,
+        "status": status,
+        "reason": reason,
+        "steps_completed": len(steps),
+        "runs_finished": runs["finished"],
+        "runs_failed": runs["failed"],
+        "runs_by_outcome": runs["outcomes"],
+        "groups_lost": snapshot.get("lost_groups", 0),
+        "reward_mean_by_step": [line["reward_mean"] for line in steps],
+        "reward_sem_by_step": [line["reward_sem"] for line in steps],
+        "evaluations": [
+            {key: line[key] for key in ("step", "pass_rate", "pass_at_k", "k", "reward_mean", "reward_sem", "num_runs")}
+            for line in evaluations
+        ],
+        "policy_version": snapshot.get("version", 0),
+        "rollout_tokens": runs["output_tokens"],
+        "train_tokens": sum(line["train_tokens"] for line in steps),
+        "logprob_abs_diff_max": max(diffs, default=None),
+        "wall_s": wall_s,
+        "peak_rss_bytes": peak_rss_bytes,
+    }
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write a file that is either the old or the new one, whatever happens meanwhile."""
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def plot_reward(folder: Path, title: str) -> None:
+    """Draw ``reward.png``: mean reward by step with its standard error, and the held-out pass rate."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    lines = read_metrics(folder)
+    steps = [line for line in newest_by_step(lines, "step") if line["reward_mean"] is not None]
+    evaluations = [line for line in newest_by_step(lines, "evaluation") if line["pass_rate"] is not None]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    if steps:
+        axes.errorbar(
+            [line["step"] for line in steps],
+            [line["reward_mean"] for line in steps],
+            yerr=[line["reward_sem"] or 0 for line in steps],
+            marker="o",
+            markersize=3,
+            capsize=2,
+            label="mean reward of the training runs (± standard error)",
+        )
+    if evaluations:
+        axes.plot(
+            [line["step"] for line in evaluations],
+            [line["pass_rate"] for line in evaluations],
+            marker="s",
+            linestyle="--",
+            label="held-out pass rate",
+        )
+    axes.set(xlabel="optimizer step", ylabel="reward, pass rate", title=title, ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    if steps or evaluations:
+        axes.legend(loc="best", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "reward.png")
+    pyplot.close(figure)
+
+
+def summary_table(summary: dict[str, Any], folder: Path) -> Table:
+    """The table that a job ends with."""
+    table = Table(title=f"{summary['job_id']}: {summary['status']}", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+
+    def row(name: str, value: Any) -> None:
+        table.add_row(name, str(value))
+
+    if summary["reason"]:
+        row("reason", summary["reason"])
+    row("optimizer steps", summary["steps_completed"])
+    row("runs finished / failed", f"{summary['runs_finished']} / {summary['runs_failed']}")
+    row("runs by outcome", ", ".join(f"{name} {count}" for name, count in summary["runs_by_outcome"].items()))
+    rewards = summary["reward_mean_by_step"]
+    row("mean reward by step", "  ".join("-" if value is None else f"{value:.3f}" for value in rewards) or "-")
+    for evaluation in summary["evaluations"]:
+        if evaluation["pass_rate"] is not None:
+            row(
+                f"held out at step {evaluation['step']}",
+                f"pass rate {evaluation['pass_rate']:.3f}, pass@{evaluation['k']} {evaluation['pass_at_k']:.3f}, "
+                f"mean reward {evaluation['reward_mean']:.3f} ({evaluation['num_runs']} runs)",
+            )
+    row("policy version", summary["policy_version"])
+    row("tokens sampled / trained", f"{summary['rollout_tokens']:,} / {summary['train_tokens']:,}")
+    difference = summary["logprob_abs_diff_max"]
+    row("largest |engine - trainer| log-prob", "-" if difference is None else f"{difference:.2e}")
+    row("wall time", f"{summary['wall_s'] / 60:.1f} min")
+    row("peak memory of all processes", f"{summary['peak_rss_bytes'] / 2**30:.1f} GiB")
+    row("results", folder)
+    return table
