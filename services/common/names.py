@@ -31,3 +31,8 @@ def serve_application(job_id: JobId) -> str:
 
 def route_prefix(job_id: JobId) -> str:
     return f"/{job_id}"
+
+
+def runner_actor(job_id: JobId, index: int) -> str:
+    """A runner: drives harness processes, off the accelerators."""
+    return f"{job_id}/runner-{index}"

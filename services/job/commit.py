@@ -1,0 +1,43 @@
+"""The commit record: the one file that says where a job stands. It wins over the event log and the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+
+from services.common.errors import ConfigError
+from services.job.report import write_json
+from services.scheduler.types import ResumeState
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A checkpoint with the scheduler's state at the same step."""
+
+    checkpoint: str
+    """Name of the trainer's checkpoint folder."""
+    resume: ResumeState
+
+
+_ADAPTER = pydantic.TypeAdapter(Commit)
+
+
+def write_commit(folder: Path, commit: Commit) -> None:
+    """Make ``commit`` the state that a resumed job starts from. The checkpoint must be complete on disk."""
+    write_json(folder / "commit.json", _ADAPTER.dump_python(commit, mode="json"))
+
+
+def read_commit(folder: Path) -> Commit | None:
+    """The job's last commit; None if it made none. Raises ``ConfigError`` if the file cannot be understood."""
+    path = folder / "commit.json"
+    if not path.exists():
+        return None
+    try:
+        return _ADAPTER.validate_json(path.read_text(encoding="utf-8"))
+    except pydantic.ValidationError as error:
+        raise ConfigError(
+            f"{path} cannot be understood: {error.error_count()} fields are wrong.",
+            "It was written by another version of Tidegate; start a new job.",
+        ) from None

@@ -1,0 +1,300 @@
+"""Performs the scheduler's actions on the real cluster: shards, runners, cells, the training ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from services.common.errors import TidegateError
+from services.common.ids import JobId, RunId, make_cell_id, shard_of
+from services.common.metrics import metric
+from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, route_prefix, runner_actor, shard_actor
+from services.common.types import CellRole
+from services.job.commit import Commit, write_commit
+from services.job.config import JobConfig
+from services.job.recorder import Recorder
+from services.rollout.client import CellClient
+from services.rollout.types import CellStatus, RunResult, RunSpec, Task, UpdateResult
+from services.scheduler.types import (
+    AbortRuns,
+    Action,
+    CellAdmitted,
+    CellDrained,
+    CellJoined,
+    CellLost,
+    CellServing,
+    CellStale,
+    CellUpdating,
+    CheckpointSaved,
+    DropGroup,
+    Event,
+    FinishJob,
+    GroupScored,
+    OpenGroup,
+    PublicationEnded,
+    PublishWeights,
+    RecordEvaluation,
+    ReadyGroup,
+    RunEnded,
+    RunStarted,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    StepTrained,
+    SwitchCell,
+    TrainingFailed,
+    TrainStep,
+)
+from services.trainer import mailbox as training
+from services.trainer.types import StepReport, WeightManifest
+from services.trajectory.outcome import Outcome
+from services.trajectory.types import GroupResult, GroupSpec
+
+Emit = Callable[[Event], None]
+
+_POLL_S = 1.0
+_POLL_TIMEOUT_S = 60.0
+_RESTART_PAUSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where the job's parts are."""
+
+    job_id: JobId
+    config: JobConfig
+    folder: str
+    ingress_url: str
+    grpc_token: str
+    train_tasks: tuple[Task, ...]
+    heldout_tasks: tuple[Task, ...]
+    num_runners: int
+    ready: tuple[ReadyGroup, ...] = ()
+    """Groups that a resumed job starts with."""
+
+
+class ClusterPerformer:
+    """The ``Performer`` of a live job. Lives in the scheduler's actor; one coroutine an action."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._at = surroundings
+        self._config = surroundings.config
+        job_id = surroundings.job_id
+        self._folder = Path(surroundings.folder)
+        num_shards = self._config.trajectory.num_shards
+        self._shards = [_actor(shard_actor(job_id, index)) for index in range(num_shards)]
+        self._runners = [_actor(runner_actor(job_id, index)) for index in range(surroundings.num_runners)]
+        self._mailbox = _actor(mailbox_actor(job_id, make_cell_id(0)))
+        self._clients: dict[str, CellClient] = {}
+        self._specs: dict[str, GroupSpec] = {group.spec.group_id: group.spec for group in surroundings.ready}
+        self._rewards: dict[str, GroupResult] = {}
+        self._manifest: WeightManifest | None = None
+        self._recorder = Recorder(
+            self._folder, job_id, self._config.output.wandb_project, self._config.model_dump(mode="json")
+        )
+        self._num_runs = 0
+
+    async def perform(self, action: Action, emit: Emit) -> None:
+        """Perform one action; its results are emitted as events."""
+        match action:
+            case OpenGroup():
+                await self._open_group(action)
+            case StartRun():
+                await self._run(action, emit)
+            case ScoreGroup(group_id):
+                await self._score(group_id, emit)
+            case DropGroup(group_id, reason):
+                self._specs.pop(group_id, None)
+                await self._shard(group_id).drop_group.remote(group_id, reason)
+            case SwitchCell():
+                await self._switch(action, emit)
+            case TrainStep():
+                await self._train(action, emit)
+            case PublishWeights():
+                await self._publish(action, emit)
+            case SaveCheckpoint():
+                await self._save(action, emit)
+            case RecordEvaluation():
+                rewards = {task.task_name: task.rewards for task in action.tasks}
+                self._recorder.evaluated(action.version, rewards, self._config.eval.pass_reward)
+            case AbortRuns(attempts):
+                await asyncio.gather(*(runner.cancel.remote(list(attempts)) for runner in self._runners))
+            case FinishJob():
+                self._recorder.close()
+
+    async def attend(self, emit: Emit) -> None:
+        """Watch every cell until cancelled: bring it up, notice its death, bring it up again."""
+        cells = [make_cell_id(index) for index in range(self._config.rollout.cells.num_cells)]
+        await asyncio.gather(*(self._attend_cell(cell_id, emit) for cell_id in cells))
+
+    # -- runs ---------------------------------------------------------------------------------------------------------
+
+    def _shard(self, group_id: str) -> Any:
+        return self._shards[shard_of(RunId(f"{group_id}-r0"), len(self._shards))]
+
+    async def _open_group(self, action: OpenGroup) -> None:
+        self._specs[action.spec.group_id] = action.spec
+        await self._shard(action.spec.group_id).open_group.remote(action.spec)
+
+    async def _run(self, action: StartRun, emit: Emit) -> None:
+        shard = self._shard(action.group_id)
+        key = await shard.open_attempt.remote(action.run_id, action.attempt)
+        emit(RunStarted(action.run_id, action.attempt))
+        tasks = self._at.heldout_tasks if action.is_eval else self._at.train_tasks
+        job_path = route_prefix(self._at.job_id)
+        public_url = self._config.proxy.public_url or self._at.ingress_url
+        spec = RunSpec(
+            run_id=action.run_id,
+            attempt=action.attempt,
+            task=tasks[action.task_index],
+            base_url=f"{public_url}{job_path}/run/{key}",
+            api_key=key,
+            model_name=self._config.name,
+            run_dir=str(self._folder / "attempts" / f"{action.run_id}-a{action.attempt}"),
+        )
+        self._num_runs += 1
+        runner = self._runners[self._num_runs % len(self._runners)]
+        started = time.monotonic()
+        try:
+            result: RunResult = await runner.run.remote(spec)
+        except RayError as error:
+            result = RunResult(
+                run_id=action.run_id,
+                attempt=action.attempt,
+                outcome=Outcome.RUNNER_LOSS,
+                reward=None,
+                wall_s=time.monotonic() - started,
+                harness_s=0.0,
+                verifier_s=0.0,
+                exit_code=None,
+                detail=f"the runner died: {_first_line(error)}",
+            )
+        await shard.close_attempt.remote(action.run_id, action.attempt)
+        await shard.finish_run.remote(result)
+        metric("tidegate_runs_total").inc(1, job=self._at.job_id, outcome=result.outcome)
+        emit(RunEnded(action.run_id, action.attempt, result.outcome, result.reward, result.detail))
+
+    async def _score(self, group_id: str, emit: Emit) -> None:
+        result: GroupResult = await self._shard(group_id).finish_group.remote(group_id)
+        if not self._specs[group_id].is_eval:
+            self._recorder.group_scored(result)
+        emit(GroupScored(result))
+
+    # -- cells --------------------------------------------------------------------------------------------------------
+
+    async def _attend_cell(self, cell_id: str, emit: Emit) -> None:
+        actor = _actor(rollout_actor(self._at.job_id, make_cell_id(int(cell_id.rpartition("-")[2]))))
+        joined = False
+        while True:
+            try:
+                address = await actor.start.remote()
+                status: CellStatus = await actor.status.remote()
+                if old := self._clients.pop(cell_id, None):
+                    await old.close()
+                self._clients[cell_id] = CellClient(address, self._at.grpc_token)
+                joined = True
+                emit(CellJoined(cell_id, status.slots, is_core=cell_id == make_cell_id(0)))
+                while True:
+                    await asyncio.sleep(_POLL_S)
+                    await asyncio.wait_for(_as_future(actor.status.remote()), _POLL_TIMEOUT_S)
+            except (RayError, TidegateError, TimeoutError) as error:
+                emit(CellLost(cell_id, _first_line(error)))
+                if not joined or isinstance(error, RayActorError) and not await _restarts(actor):
+                    return  # what never came up, or is beyond its restarts, stays lost
+                await asyncio.sleep(_RESTART_PAUSE_S)
+
+    async def _switch(self, action: SwitchCell, emit: Emit) -> None:
+        client = self._clients[action.cell_id]
+        if action.role is CellRole.TRAIN:
+            _, num_aborted = await client.drain(action.timeout_s)
+            emit(CellDrained(action.cell_id, num_aborted))
+        else:
+            await client.admit()
+            emit(CellAdmitted(action.cell_id))
+
+    async def _publish(self, action: PublishWeights, emit: Emit) -> None:
+        if self._manifest is None or self._manifest.version != action.version:
+            self._manifest = await self._mailbox.submit.remote(training.Publish(action.version))
+        manifest = self._manifest
+        assert manifest is not None
+        for cell_id in action.cell_ids:
+            emit(CellUpdating(cell_id, action.version))
+            try:
+                result = await self._clients[cell_id].publish(manifest)
+            except TidegateError as error:
+                emit(CellStale(cell_id, str(error)))
+                continue
+            self._note_update(action.version, result)
+            emit(CellServing(cell_id, action.version) if result.ok else CellStale(cell_id, result.reason))
+        metric("tidegate_version").set(action.version, job=self._at.job_id)
+        emit(PublicationEnded(action.version))
+
+    def _note_update(self, version: int, result: UpdateResult) -> None:
+        self._recorder.weights_updated(
+            version,
+            cell=result.cell_id,
+            ok=result.ok,
+            reason=result.reason,
+            seconds=result.seconds,
+            size_bytes=result.size_bytes,
+            transport=result.transport,
+            canary_abs_diff_max=result.canary_abs_diff_max,
+        )
+        labels = {"job": self._at.job_id, "cell": result.cell_id}
+        metric("tidegate_publish_seconds").observe(result.seconds, **labels)
+        metric("tidegate_publish_bytes_total").inc(result.size_bytes, transport=result.transport, **labels)
+        if not result.ok:
+            metric("tidegate_cell_stale_total").inc(1, **labels)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    async def _train(self, action: TrainStep, emit: Emit) -> None:
+        refs = [self._shard(group_id).micro_steps.remote(group_id) for group_id in action.group_ids]
+        command = training.TrainStep(step=action.step, version=action.version, micro_steps=refs)
+        try:
+            report: StepReport = await self._mailbox.submit.remote(command)
+        except (RayError, TidegateError) as error:
+            emit(TrainingFailed(_first_line(error)))
+            return
+        for shard in self._shards:
+            await shard.mark_trained.remote(list(action.group_ids), action.step)
+        staleness = [action.step - 1 - self._specs.pop(group_id).version for group_id in action.group_ids]
+        self._recorder.step_trained(report, version=action.version, staleness_steps=staleness)
+        metric("tidegate_step").set(action.step, job=self._at.job_id)
+        emit(StepTrained(action.step, report.num_tokens, report.num_targets, report.seconds))
+
+    async def _save(self, action: SaveCheckpoint, emit: Emit) -> None:
+        checkpoint = await self._mailbox.submit.remote(
+            training.SaveCheckpoint(step=action.step, version=action.resume.version, eval_reward=action.eval_reward)
+        )
+        write_commit(self._folder, Commit(checkpoint=Path(checkpoint).name, resume=action.resume))
+        emit(CheckpointSaved(action.step))
+
+
+def _actor(name: str) -> Any:
+    return ray.get_actor(name, namespace=RAY_NAMESPACE)
+
+
+async def _as_future(ref: Any) -> Any:
+    return await ref
+
+
+async def _restarts(actor: Any) -> bool:
+    """Whether Ray brings the actor back (its restarts are not used up)."""
+    try:
+        await asyncio.wait_for(_as_future(actor.__ray_ready__.remote()), _POLL_TIMEOUT_S)
+    except (RayError, TimeoutError):
+        return False
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    cause = getattr(error, "cause", None) or error
+    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
