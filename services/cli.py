@@ -39,14 +39,17 @@ def train(
     config: Annotated[Path, typer.Argument(help="The job's configuration (YAML).")],
     overrides: Annotated[list[str] | None, typer.Argument(help="dotted.key=value, any number of them.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; short for trainer.steps=N.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print the plan; start nothing.")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest job of this name from its last checkpoint.")
     ] = False,
 ) -> None:
     """Train a model on tasks through a harness."""
     from services.job.config import load_job_config
-    from services.job.launch import plan_job, run_job
+    from services.job.launch import run_job
+    from services.job.plan import plan_job
 
     given = list(overrides or ())
     if steps is not None:
@@ -88,7 +91,9 @@ def runs_list(
     if outcome:
         summaries = [run for run in summaries if (run.outcome or "unfinished") == outcome]
     shown = summaries[-limit:] if limit else summaries
-    table = Table("run", "task", "outcome", "reward", "advantage", "calls", "tokens in", "out", "versions", "s", box=None)
+    table = Table(
+        "run", "task", "outcome", "reward", "advantage", "calls", "tokens in", "out", "versions", "s", box=None
+    )
     for run in shown:
         versions = "-" if run.version_min is None else f"{run.version_min}-{run.version_max}"
         table.add_row(

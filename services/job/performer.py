@@ -40,8 +40,8 @@ from services.scheduler.types import (
     OpenGroup,
     PublicationEnded,
     PublishWeights,
-    RecordEvaluation,
     ReadyGroup,
+    RecordEvaluation,
     RunEnded,
     RunStarted,
     SaveCheckpoint,
@@ -206,7 +206,7 @@ class ClusterPerformer:
                     await asyncio.wait_for(_as_future(actor.status.remote()), _POLL_TIMEOUT_S)
             except (RayError, TidegateError, TimeoutError) as error:
                 emit(CellLost(cell_id, _first_line(error)))
-                if not joined or isinstance(error, RayActorError) and not await _restarts(actor):
+                if not joined or (isinstance(error, RayActorError) and not await _restarts(actor)):
                     return  # what never came up, or is beyond its restarts, stays lost
                 await asyncio.sleep(_RESTART_PAUSE_S)
 

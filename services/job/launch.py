@@ -1,0 +1,378 @@
+"""Runs a planned job: places the actors of the five services, follows the job, leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray import serve
+from rich.console import Console
+
+from services.common.errors import ConfigError, JobError, TidegateError
+from services.common.ids import make_cell_id
+from services.common.names import (
+    RAY_NAMESPACE,
+    mailbox_actor,
+    rollout_actor,
+    route_prefix,
+    runner_actor,
+    scheduler_actor,
+    serve_application,
+    shard_actor,
+)
+from services.job.cluster import ray_cluster, serve_ingress
+from services.job.performer import ClusterPerformer, Surroundings
+from services.job.plan import Plan
+from services.job.progress import Progress
+from services.job.report import make_summary, plot_reward, read_metrics, summary_table, write_json
+from services.proxy.app import proxy_application
+from services.rollout.actor import Runner
+from services.rollout.cell import RolloutCell
+from services.rollout.engine import engine_env
+from services.rollout.types import Sampling
+from services.scheduler.actor import JobScheduler
+from services.scheduler.types import JobStatus
+from services.trainer.cell import run_training
+from services.trainer.mailbox import Mailbox
+from services.trajectory.actor import TrajectoryShard
+from services.trajectory.outcome import OUTCOME_TABLE
+from services.trajectory.store import list_runs
+
+_CANCEL_TIMEOUT_S = 120.0
+_EXIT_CODES = {JobStatus.FINISHED: 0, JobStatus.FAILED: 1, JobStatus.CANCELLED: 130}
+_MAX_CELL_RESTARTS = 3
+
+
+def run_job(plan: Plan, console: Console) -> int:
+    """Run a job to its end; returns the process's exit code."""
+    started = time.monotonic()
+    with _job_folder(plan), _signals_interrupt(), _peak_memory() as peak:
+        try:
+            with (
+                ray_cluster(plan.config.ray) as own_cluster,
+                serve_ingress(plan.config.proxy.host, plan.config.proxy.port, own_cluster=own_cluster) as ingress_url,
+            ):
+                status = _Job(plan, ingress_url, console).run()
+        except KeyboardInterrupt:
+            status = {"status": JobStatus.CANCELLED, "reason": "interrupted", "snapshot": {}}
+        except TidegateError as error:
+            status = {"status": JobStatus.FAILED, "reason": str(error), "snapshot": {}}
+        return _conclude(plan, console, status, time.monotonic() - started, peak())
+
+
+class _Job:
+    """The actors of one job, from their start to their end."""
+
+    def __init__(self, plan: Plan, ingress_url: str, console: Console) -> None:
+        self._plan = plan
+        self._config = plan.config
+        self._ingress_url = ingress_url
+        self._console = console
+        self._token = plan.config.scheduler.grpc_token or secrets.token_urlsafe(32)
+        self._actors: list[Any] = []
+        self._cells: list[Any] = []
+
+    def run(self) -> dict[str, Any]:
+        """Start everything, follow the job, end everything."""
+        with Progress(self._console, self._plan.job_id, self._config.trainer.steps) as progress:
+            try:
+                progress.note("starting shards, cells, trainer and proxy")
+                scheduler = self._start()
+                progress.note(f"logs of the actors: {_session_logs()}")
+                return self._follow(scheduler, progress)
+            finally:
+                self._end()
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> Any:
+        plan, config, job_id = self._plan, self._config, self._plan.job_id
+        self._start_shards()
+        self._start_cells()
+        mailbox = self._actor(
+            Mailbox, mailbox_actor(job_id, make_cell_id(0)), step_timeout_s=config.trainer.step_timeout_s
+        )
+        training = ray.remote(num_cpus=0, max_retries=0)(run_training)
+        self._training = training.remote(
+            mailbox_name=mailbox_actor(job_id, make_cell_id(0)),
+            model_path=str(plan.model_path),
+            config=config.trainer,
+            storage_dir=str(plan.folder / "trainer"),
+            engine_dtype=config.rollout.engine.dtype,
+            temperature=config.rollout.sampling.temperature,
+            seed=config.seed,
+            checkpoint=plan.commit.checkpoint if plan.commit else None,
+        )
+        num_runners = self._start_runners()
+        scheduler = self._start_scheduler(num_runners)
+        address = ray.get(scheduler.start.remote())
+        self._write_access(address)
+        application = proxy_application(
+            job_id,
+            config.proxy,
+            scheduler_address=address,
+            grpc_token=self._token,
+            num_shards=config.trajectory.num_shards,
+            model_name=config.name,
+            max_model_len=config.rollout.engine.max_model_len,
+        )
+        serve.run(application, name=serve_application(job_id), route_prefix=route_prefix(job_id))
+        return scheduler
+
+    def _actor(self, kind: type, name: str, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        settings = {"num_cpus": 0, "name": name, "namespace": RAY_NAMESPACE, "max_concurrency": 1000, **(options or {})}
+        handle = ray.remote(kind).options(**settings).remote(*args, **kwargs)
+        self._actors.append(handle)
+        return handle
+
+    def _start_shards(self) -> None:
+        plan, config = self._plan, self._config
+        sampling = config.rollout.sampling
+        for index in range(config.trajectory.num_shards):
+            shard = self._actor(
+                TrajectoryShard,
+                shard_actor(plan.job_id, index),
+                plan.job_id,
+                index,
+                config.trajectory,
+                str(plan.folder / "trajectory"),
+                str(plan.model_path),
+                Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=config.seed),
+                config.rollout.engine.max_model_len,
+                as_ref=ray.put,
+            )
+            if plan.commit is not None:
+                ray.get(shard.recover.remote(plan.commit.resume.step))
+
+    def _start_cells(self) -> None:
+        plan, config = self._plan, self._config
+        for index in range(config.rollout.cells.num_cells):
+            cell_id = make_cell_id(index)
+            cell = self._actor(
+                RolloutCell,
+                rollout_actor(plan.job_id, cell_id),
+                plan.job_id,
+                cell_id,
+                config.rollout,
+                str(plan.model_path),
+                self._token,
+                options={
+                    "num_cpus": config.rollout.cells.cpus_per_cell,
+                    "num_gpus": config.rollout.cells.gpus_per_cell,
+                    "max_restarts": _MAX_CELL_RESTARTS,
+                    "runtime_env": {"env_vars": engine_env(config.rollout, index)},
+                },
+            )
+            self._cells.append(cell)
+
+    def _start_runners(self) -> int:
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        rollout = self._config.rollout
+        for index, node in enumerate(nodes):
+            strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=True)
+            self._actor(
+                Runner,
+                runner_actor(self._plan.job_id, index),
+                rollout.harness,
+                rollout.sandbox,
+                rollout.harness.max_concurrent_runs,
+                options={"max_restarts": -1, "scheduling_strategy": strategy},
+            )
+        return len(nodes)
+
+    def _start_scheduler(self, num_runners: int) -> Any:
+        plan, config = self._plan, self._config
+        surroundings = Surroundings(
+            job_id=plan.job_id,
+            config=config,
+            folder=str(plan.folder),
+            ingress_url=self._ingress_url,
+            grpc_token=self._token,
+            train_tasks=plan.train_tasks,
+            heldout_tasks=plan.heldout_tasks,
+            num_runners=num_runners,
+            ready=plan.commit.resume.ready if plan.commit else (),
+        )
+        return self._actor(
+            JobScheduler,
+            scheduler_actor(plan.job_id),
+            plan.options,
+            performer_factory=lambda: ClusterPerformer(surroundings),
+            resume=plan.commit.resume if plan.commit else None,
+            grpc_host=config.scheduler.grpc_host,
+            grpc_port=config.scheduler.grpc_port,
+            grpc_token=self._token,
+            folder=str(plan.folder),
+        )
+
+    def _write_access(self, address: str) -> None:
+        path = self._plan.folder / "grpc-token"
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(self._token + "\n")
+        (self._plan.folder / "grpc-address").write_text(address + "\n", encoding="utf-8")
+
+    # -- follow -------------------------------------------------------------------------------------------------------
+
+    def _follow(self, scheduler: Any, progress: Progress) -> dict[str, Any]:
+        deadline = None
+        while True:
+            try:
+                status = ray.get(scheduler.wait_done.remote(1.0))
+                snapshot = ray.get(scheduler.progress.remote())
+                steps = [line for line in read_metrics(self._plan.folder) if line["kind"] == "step"]
+                progress.show(snapshot, self._sampled_tokens(), steps[-1] if steps else None)
+                if status is not None:
+                    return {"status": status["status"], "reason": status["reason"], "snapshot": snapshot}
+                self._notice_dead_training(scheduler)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise JobError(f"the job did not end within {_CANCEL_TIMEOUT_S:.0f} s of being cancelled.")
+            except KeyboardInterrupt:
+                if deadline is not None:
+                    raise
+                progress.note("cancelling: saving what was trained (once more to stop at once)")
+                deadline = time.monotonic() + _CANCEL_TIMEOUT_S
+                scheduler.cancel.remote("interrupted by the user")
+
+    def _sampled_tokens(self) -> int:
+        """Tokens that the living cells sampled since they started."""
+        done, _ = ray.wait([cell.status.remote() for cell in self._cells], num_returns=len(self._cells), timeout=1.0)
+        total = 0
+        for ref in done:
+            with contextlib.suppress(ray.exceptions.RayError, TidegateError):
+                total += ray.get(ref).generated_tokens
+        return total
+
+    def _notice_dead_training(self, scheduler: Any) -> None:
+        done, _ = ray.wait([self._training], timeout=0)
+        if not done:
+            return
+        try:
+            ray.get(self._training)
+            reason = "the training ranks ended by themselves"
+        except ray.exceptions.RayError as error:
+            reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+        scheduler.training_failed.remote(reason)
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        with contextlib.suppress(Exception):  # the ingress may be gone; the actors still have to go
+            serve.delete(serve_application(self._plan.job_id))
+        for actor in reversed(self._actors):
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+        if hasattr(self, "_training"):
+            with contextlib.suppress(Exception):
+                ray.cancel(self._training, force=True)
+
+
+def _conclude(plan: Plan, console: Console, status: dict[str, Any], wall_s: float, peak_rss_bytes: int) -> int:
+    """Write what remains and show it."""
+    runs = list_runs(plan.folder / "trajectory") if (plan.folder / "trajectory").is_dir() else []
+    outcomes = Counter(str(run.outcome) for run in runs if run.outcome is not None)
+    scored = sum(count for name, count in outcomes.items() if OUTCOME_TABLE[name].counted)  # type: ignore[index]
+    summary = make_summary(
+        job_id=plan.job_id,
+        status=str(status["status"]),
+        reason=status["reason"],
+        folder=plan.folder,
+        snapshot=status["snapshot"],
+        runs={
+            "finished": scored,
+            "failed": sum(outcomes.values()) - scored,
+            "outcomes": dict(outcomes.most_common()),
+            "output_tokens": sum(run.num_output_tokens for run in runs),
+        },
+        wall_s=wall_s,
+        peak_rss_bytes=peak_rss_bytes,
+    )
+    write_json(plan.folder / "summary.json", summary)
+    plot_reward(plan.folder, plan.job_id)
+    console.print(summary_table(summary, plan.folder))
+    code = _EXIT_CODES[JobStatus(status["status"])]
+    if code == 1:
+        Console(stderr=True).print(f"error: {status['reason']}", style="red", markup=False, highlight=False)
+    return code
+
+
+@contextlib.contextmanager
+def _job_folder(plan: Plan) -> Iterator[None]:
+    """The job's folder, held by a lock for as long as the job runs; ``latest`` links to it."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    with (plan.folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{plan.folder} belongs to a job that is running.", "Cancel it first.") from None
+        write_json(
+            plan.folder / "job.json",
+            {
+                "job_id": plan.job_id,
+                "name": plan.config.name,
+                "created_at_s": time.time(),
+                "config": plan.config.model_dump(
+                    mode="json", exclude={"scheduler": {"grpc_token"}, "proxy": {"admin_token"}}
+                ),
+            },
+        )
+        link = plan.folder.parent / "latest"
+        scratch = plan.folder.parent / f".latest-{os.getpid()}"
+        scratch.symlink_to(plan.folder.name)
+        scratch.replace(link)
+        yield
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a job as Ctrl-C does."""
+
+    def interrupt(_signum: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _peak_memory() -> Iterator[Any]:
+    """Samples the resident memory of this process and all that it started; yields a getter of the peak, bytes."""
+    peak = 0
+    stop = threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        me = psutil.Process()
+        while not stop.wait(2.0):
+            total = 0
+            for process in [me, *me.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_info().rss
+            peak = max(peak, total)
+
+    thread = threading.Thread(target=sample, daemon=True, name="peak-memory")
+    thread.start()
+    try:
+        yield lambda: peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _session_logs() -> Path:
+    return Path(ray._private.worker._global_node.get_logs_dir_path())

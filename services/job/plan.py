@@ -1,0 +1,133 @@
+"""Everything that can be checked before work starts, and what a job will do."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from services.common.errors import ConfigError
+from services.common.ids import JobId, make_job_id
+from services.common.models import check_model, resolve_model
+from services.job.cluster import check_port
+from services.job.commit import Commit, read_commit
+from services.job.config import JobConfig
+from services.rollout.harness import check_harness
+from services.rollout.sandbox import require_sandbox
+from services.rollout.tasks import load_task_set
+from services.rollout.types import Task
+from services.scheduler.types import JobOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked job, ready to start."""
+
+    job_id: JobId
+    config: JobConfig
+    folder: Path
+    model_path: Path
+    train_tasks: tuple[Task, ...]
+    heldout_tasks: tuple[Task, ...]
+    options: JobOptions
+    commit: Commit | None
+    """The checkpoint that a resumed job starts from."""
+
+    def table(self) -> Table:
+        """What the job will do, for people."""
+        config = self.config
+        table = Table(box=None, show_header=False)
+        table.add_column(style="bold")
+        table.add_column()
+        sandbox = config.rollout.sandbox.kind
+        harness = config.rollout.harness.command[0] if config.rollout.harness.command else "mini-swe-agent"
+        scheduler = config.scheduler
+        table.add_row("job", f"{self.job_id} in {self.folder}")
+        table.add_row("model", f"{config.model.path} ({self.model_path}), trained {config.trainer.tune.kind}")
+        table.add_row("tasks", f"{len(self.train_tasks)} to train on, {len(self.heldout_tasks)} held out")
+        table.add_row("harness", f"{harness}, sandbox: {sandbox}")
+        table.add_row("cells", f"{config.rollout.cells.num_cells} (cell-0 is the core)")
+        table.add_row(
+            "steps",
+            f"{config.trainer.steps} of {scheduler.groups_per_step} groups of {scheduler.group_size} runs, "
+            f"weights published every {scheduler.steps_per_burst}",
+        )
+        if self.commit is not None:
+            table.add_row("resumes", f"at step {self.commit.resume.step} from {self.commit.checkpoint}")
+        return table
+
+
+def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
+    """Check all that can be known now. Raises ``ConfigError`` or ``MachineError``; starts and writes nothing
+    but the cache of built-in models."""
+    base = config_path.resolve().parent
+    train_tasks = tuple(load_task_set(base / config.tasks.train))
+    heldout_tasks = tuple(load_task_set(base / config.tasks.heldout)) if config.tasks.heldout else ()
+    config = _with_absolute_paths(config, base)
+    require_sandbox(config.rollout.sandbox)
+    check_harness(config.rollout.harness)
+    check_port(config.proxy.host, config.proxy.port, "proxy.port")
+    check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_port")
+    model_path = resolve_model(_model_path(config.model.path, base))
+    check_model(model_path)
+
+    output = Path(config.output.dir).resolve()
+    commit = None
+    if resume:
+        folder = _newest_job(output, config.name)
+        job_id = JobId(folder.name)
+        commit = read_commit(folder)
+        if commit is None:
+            raise ConfigError(f"{folder} has no checkpoint to resume from.", "Start it anew without --resume.")
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        job_id = make_job_id(config.name, stamp, secrets.token_hex(2))
+        folder = output / job_id
+    options = JobOptions.from_config(
+        config.scheduler,
+        job_id=job_id,
+        num_cells=config.rollout.cells.num_cells,
+        task_names=tuple(task.name for task in train_tasks),
+        eval_task_names=tuple(task.name for task in heldout_tasks) if config.eval.every else (),
+        steps=config.trainer.steps,
+        max_concurrent_runs=config.rollout.harness.max_concurrent_runs,
+        checkpoint_every=config.trainer.checkpoint_every,
+        eval_every=config.eval.every,
+        eval_at_start=bool(config.eval.every),
+        eval_group_size=config.eval.group_size,
+        seed=config.seed,
+    )
+    return Plan(job_id, config, folder, model_path, train_tasks, heldout_tasks, options, commit)
+
+
+def _model_path(name: str, base: Path) -> str:
+    """A folder may be named relative to the configuration file; a built-in name stays what it is."""
+    return str(base / name) if (base / name).is_dir() else name
+
+
+def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
+    """Paths of the harness are relative to the configuration file; its processes run elsewhere."""
+    harness = config.rollout.harness
+    absolute = harness.model_copy(
+        update={
+            "config_dir": str((base / harness.config_dir).resolve()) if harness.config_dir else "",
+            "readonly_paths": tuple(str((base / path).resolve()) for path in harness.readonly_paths),
+        }
+    )
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"harness": absolute})})
+
+
+def _newest_job(output: Path, name: str) -> Path:
+    """The newest job folder of this name."""
+    found = []
+    for path in output.glob(f"{name}-*/job.json"):
+        job = json.loads(path.read_text(encoding="utf-8"))
+        if job["name"] == name:
+            found.append((job["created_at_s"], path.parent))
+    if not found:
+        raise ConfigError(f"no job named {name!r} in {output} to resume.", "Start it without --resume.")
+    return max(found)[1]
