@@ -100,12 +100,11 @@ class _Job:
         plan, config, job_id = self._plan, self._config, self._plan.job_id
         self._start_shards()
         self._start_cells()
-        mailbox = self._actor(
-            Mailbox, mailbox_actor(job_id, make_cell_id(0)), step_timeout_s=config.trainer.step_timeout_s
-        )
+        mailbox_name = mailbox_actor(job_id, make_cell_id(0))
+        self._actor(Mailbox, mailbox_name, step_timeout_s=config.trainer.step_timeout_s)
         training = ray.remote(num_cpus=0, max_retries=0)(run_training)
         self._training = training.remote(
-            mailbox_name=mailbox_actor(job_id, make_cell_id(0)),
+            mailbox_name=mailbox_name,
             model_path=str(plan.model_path),
             config=config.trainer,
             storage_dir=str(plan.folder / "trainer"),

@@ -76,14 +76,15 @@ class Progress:
                 name, cell["role"], cell["state"], str(cell["version"]), f"{cell['num_runs']}/{cell['slots']}"
             )
         elapsed = time.monotonic() - self._started
-        reward = last_step["reward_mean"] if last_step else None
+        mean = last_step["reward_mean"] if last_step else None
+        reward = "-" if mean is None else f"{mean:.3f}"
         lines = Text(
             f"step {snapshot['step']}/{self._steps}   version {snapshot['version']}   "
             f"{int(elapsed // 60)}:{int(elapsed % 60):02d}\n"
             f"runs: {snapshot['started']} started, {snapshot['ended']} ended of {snapshot['dispatched']}   "
             f"water level {snapshot['water_level']}   ready groups {snapshot['ready_groups']}   "
             f"lost {snapshot['lost_groups']}\n"
-            f"mean reward {'-' if reward is None else format(reward, '.3f')}   {self._tokens_per_s:.0f} tokens/s sampled"
+            f"mean reward {reward}   {self._tokens_per_s:.0f} tokens/s sampled"
         )
         return Panel(Group(lines, Text(), cells), title=self._job_id, title_align="left")
 

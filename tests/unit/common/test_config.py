@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+
+from services.common.config import load_config
+from services.common.errors import ConfigError
+from services.job.config import JobConfig, load_job_config
+
+MINIMAL = "name: small\ntasks: {train: tasks}\n"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_overrides_win_over_the_file_and_are_typed(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "trainer: {steps: 3}\n")
+    overrides = [
+        "trainer.steps=7",
+        "trainer.optimizer.learning_rate=2e-3",
+        "rollout.harness.command=[sh, -c, 'exit 0']",
+    ]
+    config = load_config(JobConfig, path, overrides)
+    assert config.trainer.steps == 7
+    assert config.trainer.optimizer.learning_rate == 2e-3
+    assert config.rollout.harness.command == ("sh", "-c", "ls")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (MINIMAL + "trainr: {steps: 3}\n", [], "did you mean 'trainer'"),
+        (MINIMAL, ["trainer.stepz=3"], "did you mean 'steps'"),
+        (MINIMAL, ["trainer.steps"], "dotted.key=value"),
+        (MINIMAL, ["trainer.steps=many"], "trainer.steps"),
+        (MINIMAL, ["name.x=3"], "'name' holds a value"),
+        (MINIMAL, ["name=Not A Name"], "lower-case"),
+        ("name: [", [], "not YAML"),
+        ("- 1\n", [], "mapping"),
+        ("name: small\n", [], "tasks: Field required"),
+        (MINIMAL, ["trainer.tune.kind=qlora"], "trainer.tune"),
+    ],
+)
+def test_a_wrong_configuration_names_the_key(tmp_path: Path, text: str, overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_config(JobConfig, write(tmp_path, text), overrides)
+
+
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(JobConfig, tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.sampling.max_tokens=4096", "leaves no room"),
+        ("rollout.sampling.temperature=0", "greedy"),
+        ("eval.every=2", "tasks.heldout"),
+        ("proxy.host=0.0.0.0", "admin_token"),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused(tmp_path: Path, override: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_job_config(write(tmp_path, MINIMAL), [override])

@@ -1,0 +1,81 @@
+import json
+import math
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from services.job.recorder import Recorder, evaluation_figures, mean_and_sem, pass_at_k
+from services.job.report import make_summary, plot_reward, read_metrics
+from services.trainer.types import StepReport
+from services.trajectory.types import GroupResult
+
+
+def report(step: int, diff: float = 1e-5) -> StepReport:
+    return StepReport(step, 0.1, 1.0, 1e-5, 8, 100, 400, 0.0, 1.0, 0.0, 2.0, diff, 4.0)
+
+
+def scored(*rewards: float, ready: bool = True) -> GroupResult:
+    mean = sum(rewards) / len(rewards)
+    return GroupResult("g000000", ready, "", len(rewards), len(rewards), 10, 40, mean, rewards, 0)
+
+
+@pytest.mark.parametrize(("num_runs", "num_passed", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 2), (6, 6, 6), (4, 3, 2)])
+def test_pass_at_k_equals_counting_all_choices(num_runs: int, num_passed: int, k: int) -> None:
+    runs = [True] * num_passed + [False] * (num_runs - num_passed)
+    choices = list(combinations(runs, k))
+    assert pass_at_k(num_runs, num_passed, k) == pytest.approx(sum(any(choice) for choice in choices) / len(choices))
+
+
+def test_a_run_without_a_reward_is_not_a_zero_in_an_evaluation() -> None:
+    figures = evaluation_figures({"a": (1.0, 0.0), "b": (1.0,), "c": ()}, pass_reward=1.0)
+    assert figures["pass_rate"] == pytest.approx(2 / 3)
+    assert (figures["k"], figures["num_runs"], figures["num_tasks"]) == (1, 3, 2)
+
+
+def test_standard_error_of_the_mean() -> None:
+    mean, sem = mean_and_sem([1.0, 2.0, 3.0, 4.0])
+    assert mean == 2.5
+    assert sem == pytest.approx(math.sqrt(5 / 3 / 4))
+    assert mean_and_sem([]) == (None, None)
+
+
+def test_rewards_of_filtered_groups_count_in_the_curve(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "job", "", {})
+    recorder.group_scored(scored(1.0, 1.0, ready=False))
+    recorder.group_scored(scored(0.0, 1.0))
+    first = recorder.step_trained(report(1), version=0, staleness_steps=[0, 1])
+    second = recorder.step_trained(report(2), version=0, staleness_steps=[])
+    recorder.close()
+    assert first["reward_mean"] == 0.75
+    assert first["staleness_mean_steps"] == 0.5
+    assert second["reward_mean"] is None
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_summary_counts_a_step_that_was_trained_again_once(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "job", "", {})
+    for step, diff in ((1, 1e-5), (2, 3e-5), (2, 2e-5), (3, -1.0)):
+        recorder.step_trained(report(step, diff), version=step - 1, staleness_steps=[0])
+    recorder.evaluated(3, {"a": (1.0, 0.0)}, 1.0)
+    recorder.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')  # the process died while it wrote
+    summary = make_summary(
+        job_id="job",
+        status="finished",
+        reason="",
+        folder=tmp_path,
+        snapshot={"version": 3},
+        runs={"finished": 4, "failed": 0, "outcomes": {}, "output_tokens": 9},
+        wall_s=1.0,
+        peak_rss_bytes=1,
+    )
+    assert summary["steps_completed"] == 3
+    assert summary["train_tokens"] == 1200
+    assert summary["logprob_abs_diff_max"] == 2e-5
+    assert summary["evaluations"][0]["pass_rate"] == 0.5
+    assert len(read_metrics(tmp_path)) == 5
+    json.dumps(summary)
+    plot_reward(tmp_path, "job")
+    assert (tmp_path / "reward.png").stat().st_size > 1000
