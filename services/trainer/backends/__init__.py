@@ -1,0 +1,1 @@
+"""How a cell's ranks compute: one file a backend."""
