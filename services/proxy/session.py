@@ -66,11 +66,6 @@ class StoredCall:
         """Digest of the conversation up to and with the answer; equal for structurally equal conversations."""
         return prefix_keys((*self.messages, self.answer), self.tools)[-1]
 
-    @cached_property
-    def num_messages(self) -> int:
-        """Messages of the request and the answer."""
-        return len(self.messages) + 1
-
 
 class Prompt(NamedTuple):
     """A prompt's tokens and how they came about."""
@@ -152,7 +147,7 @@ def _tail_text(
     template that changes earlier turns (drops old reasoning, say) is no obstacle. A template that refuses tool
     messages without their calls is rendered as it is, if its rendering only grows. None if neither works.
     """
-    at = matched.num_messages - 1
+    at = len(matched.messages)
     mark = _unused_mark(messages)
     marked = Message(role="assistant", content=mark)
     try:

@@ -1,0 +1,200 @@
+"""What a proxy replica reaches: the trajectory shards, the cells, and the newest route table."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import ray
+import ray.exceptions
+
+from services.common.errors import EngineError, JobError, TidegateError
+from services.common.ids import JobId, RunId, shard_of
+from services.common.names import RAY_NAMESPACE, shard_actor
+from services.common.types import RouteTable
+from services.proxy.routing import EMPTY_TABLE, accept
+from services.proxy.types import CanonicalRequest
+from services.rollout.types import GenerateChunk, GenerateRequest
+from services.trajectory.types import CallRecord, CallTicket
+
+logger = logging.getLogger(__name__)
+
+
+class Shard(Protocol):
+    """The trajectory shard of a run."""
+
+    async def match_call(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
+        """Raises ``AccessError`` (unknown or expired key), ``RequestError`` (a call that cannot be served)."""
+        ...
+
+    async def append_call(self, record: CallRecord) -> None:
+        """The call is durable on return."""
+        ...
+
+    async def abandon_call(self, call_id: str, reason: str) -> None: ...
+
+
+class Cell(Protocol):
+    """The rollout side of a cell."""
+
+    def generate(self, request: GenerateRequest, prompt_ref: Any) -> AsyncGenerator[GenerateChunk, None]:
+        """Raises ``EngineError`` when the cell is lost; then the call can go on elsewhere."""
+        ...
+
+    async def abort(self, call_id: str) -> None: ...
+
+
+class Backends(Protocol):
+    """The outside world of a proxy replica."""
+
+    def shard_for(self, run_id: RunId) -> Shard: ...
+
+    def cell(self, actor_name: str) -> Cell: ...
+
+    @property
+    def routes(self) -> Routes: ...
+
+
+class Routes:
+    """The newest route table, and a way to wait for a newer one."""
+
+    def __init__(self, table: RouteTable = EMPTY_TABLE) -> None:
+        self._table = table
+        self._changed = asyncio.Event()
+
+    @property
+    def table(self) -> RouteTable:
+        return self._table
+
+    def offer(self, table: RouteTable) -> None:
+        """Take a table if it is newer, and wake those who wait."""
+        kept = accept(self._table, table)
+        if kept is not self._table:
+            self._table = kept
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def wait_newer(self, epoch: int, timeout_s: float) -> None:
+        """Return once there is a table newer than ``epoch``, or after ``timeout_s``."""
+        if self._table.epoch > epoch:
+            return
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+
+async def follow_routes(
+    routes: Routes,
+    watch: Callable[[], AsyncIterator[RouteTable]],
+    *,
+    retry_s: float = 0.2,
+    max_retry_s: float = 5.0,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Keep ``routes`` new for ever. While the scheduler is away the last table holds."""
+    wait_s, reported = retry_s, ""
+    while True:
+        try:
+            async for table in watch():
+                routes.offer(table)
+                wait_s, reported = retry_s, ""
+            trouble = "the stream ended"
+        except Exception as error:  # whatever befell the stream, the answer is to open it again
+            trouble = f"{type(error).__name__}: {error}"
+        if trouble != reported:  # once for each kind of trouble
+            logger.warning("no news of routes (%s); keeping epoch %d", trouble, routes.table.epoch)
+            reported = trouble
+        await sleep(wait_s)
+        wait_s = min(wait_s * 2, max_retry_s)
+
+
+class RayBackends:
+    """``Backends`` over Ray actors, found by name."""
+
+    def __init__(self, job_id: JobId, num_shards: int, routes: Routes) -> None:
+        self._job_id = job_id
+        self._num_shards = num_shards
+        self._routes = routes
+        self._actors = _Actors()
+
+    @property
+    def routes(self) -> Routes:
+        return self._routes
+
+    def shard_for(self, run_id: RunId) -> Shard:
+        return _RayShard(self._actors, shard_actor(self._job_id, shard_of(run_id, self._num_shards)))
+
+    def cell(self, actor_name: str) -> Cell:
+        return _RayCell(self._actors, actor_name)
+
+
+class _Actors:
+    """Handles by name. One that led to an error is looked up anew: the actor may have been made again."""
+
+    def __init__(self) -> None:
+        self._handles: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        """Raises ``ValueError`` if there is no such actor."""
+        if name not in self._handles:
+            self._handles[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+        return self._handles[name]
+
+    def forget(self, name: str) -> None:
+        self._handles.pop(name, None)
+
+
+class _RayShard:
+    def __init__(self, actors: _Actors, name: str) -> None:
+        self._actors = actors
+        self._name = name
+
+    async def match_call(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
+        ticket: CallTicket = await self._ask("match_call", run_id, key, request)
+        return ticket
+
+    async def append_call(self, record: CallRecord) -> None:
+        await self._ask("append_call", record)
+
+    async def abandon_call(self, call_id: str, reason: str) -> None:
+        await self._ask("abandon_call", call_id, reason)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await getattr(self._actors.get(self._name), method).remote(*arguments)
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
+        except (ray.exceptions.RayError, ValueError) as error:
+            self._actors.forget(self._name)
+            raise JobError(f"the trajectory shard {self._name} does not answer ({type(error).__name__}).") from error
+
+
+class _RayCell:
+    def __init__(self, actors: _Actors, name: str) -> None:
+        self._actors = actors
+        self._name = name
+
+    async def generate(self, request: GenerateRequest, prompt_ref: Any) -> AsyncGenerator[GenerateChunk, None]:
+        try:
+            method = self._actors.get(self._name).generate.options(num_returns="streaming")
+            # the ref is a top-level argument, so the cell gets the array and this process never does
+            async for reference in method.remote(request, prompt_ref):
+                yield await reference
+        except ray.exceptions.RayTaskError as error:
+            cause = _cause(error)
+            raise EngineError(f"{self._name} failed a call: {type(cause).__name__}: {cause}") from None
+        except (ray.exceptions.RayError, ValueError) as error:
+            self._actors.forget(self._name)
+            raise EngineError(f"{self._name} is lost ({type(error).__name__}).") from error
+
+    async def abort(self, call_id: str) -> None:
+        await self._actors.get(self._name).abort.remote(call_id)
+
+
+def _cause(error: ray.exceptions.RayTaskError) -> BaseException:
+    """What the actor raised, freed of Ray's wrapping."""
+    cause = error.cause
+    return cause if isinstance(cause, Exception) else TidegateError(str(error))
