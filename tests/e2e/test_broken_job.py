@@ -1,0 +1,57 @@
+"""Processes die under a job; a user interrupts it and resumes it."""
+
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.e2e import jobs
+
+
+def kill_one(job: jobs.Job, text: str) -> None:
+    """kill -9 of the next living process with ``text`` in its command line."""
+
+    def attempt() -> bool:
+        process = job.find(text)
+        if process is None:
+            return False
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            return False
+        return True
+
+    jobs.until(attempt, 120, f"a process to kill: {text}")
+
+
+@pytest.mark.cluster
+@pytest.mark.engine
+@pytest.mark.timeout(420)
+def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callable[..., jobs.Job]) -> None:
+    slow = ("rollout.harness.env.DELAY_S=1", "trainer.steps=6", "trainer.checkpoint_every=2", "scheduler.group_size=4")
+    job = start_job(*slow)
+    jobs.until(lambda: job.metrics("weights"), 150, "the first weights published")
+    kill_one(job, "agent.py")
+    kill_one(job, "/tests/test.sh")
+    jobs.until(lambda: len(job.metrics("step")) >= 1, 120, "a step")
+    kill_one(job, "ray::RolloutCell")
+    jobs.until(lambda: len(job.metrics("step")) >= 3, 180, "two more steps after a cell's death")
+    listing = job.runs()
+    assert "harness_crash" in listing
+    assert job.process.poll() is None
+    jobs.interrupt(job)
+    code, text = job.wait(90)
+    assert code == 130, text
+    done = job.summary()["steps_completed"]
+    assert 3 <= done < 6
+    jobs.until(lambda: not job.descendants(), 20, "all processes of the job gone")
+
+    resumed = start_job(*slow, "--resume")
+    code, text = resumed.wait(240)
+    assert code == 0, text
+    assert "resumes" in text
+    summary = resumed.summary()
+    assert summary["steps_completed"] == 6
+    assert summary["policy_version"] == 6
+    assert summary["job_id"] == job.summary()["job_id"]
+    jobs.until(lambda: not resumed.descendants(), 20, "all processes of the job gone")
