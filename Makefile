@@ -32,6 +32,7 @@ lint: setup  ## Style, import contracts, freshness of generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/gen_protos.py --check
+	$(BIN)/python scripts/gen_config_docs.py --check
 
 .PHONY: type
 type: setup  ## Types (strict on the pure core)
@@ -45,6 +46,10 @@ format: setup  ## Format the code
 .PHONY: proto
 proto: setup  ## Rebuild services/pb from protos/
 	$(BIN)/python scripts/gen_protos.py
+
+.PHONY: config-docs
+config-docs: setup  ## Rebuild docs/configuration.md
+	$(BIN)/python scripts/gen_config_docs.py
 
 .PHONY: tasks
 tasks: setup  ## Rebuild examples/tasks
