@@ -139,11 +139,11 @@ def runs_show(run_id: str, job: JobFolder = _LATEST) -> None:
         console.print(call.output_text, markup=False, highlight=False)
 
 
-def _store_of(job: Path) -> Path:
+def _store_of(job: Path) -> str:
     store = job / "trajectory"
     if not store.is_dir():
         raise NotFoundError(f"{job} holds no runs.", "Name a job's folder with --job, as runs/NAME-DATE-TIME-ID.")
-    return store
+    return str(store)
 
 
 def _number(value: float | None, digits: int = 3) -> str:

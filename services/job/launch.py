@@ -19,7 +19,7 @@ import ray
 from ray import serve
 from rich.console import Console
 
-from services.common.errors import ConfigError, JobError, TidegateError
+from services.common.errors import ConfigError, JobError, NotFoundError, TidegateError
 from services.common.ids import make_cell_id
 from services.common.names import (
     RAY_NAMESPACE,
@@ -36,7 +36,7 @@ from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
 from services.job.progress import Progress
 from services.job.report import make_summary, plot_reward, read_metrics, summary_table, write_json
-from services.proxy.app import proxy_application
+from services.proxy.deployment import ProxySettings, proxy_application
 from services.rollout.actor import Runner
 from services.rollout.cell import RolloutCell
 from services.rollout.engine import engine_env
@@ -117,15 +117,15 @@ class _Job:
         scheduler = self._start_scheduler(num_runners)
         address = ray.get(scheduler.start.remote())
         self._write_access(address)
-        application = proxy_application(
-            job_id,
-            config.proxy,
-            scheduler_address=address,
-            grpc_token=self._token,
-            num_shards=config.trajectory.num_shards,
+        settings = ProxySettings(
+            job_id=job_id,
+            config=config.proxy,
             model_name=config.name,
-            max_model_len=config.rollout.engine.max_model_len,
+            num_shards=config.trajectory.num_shards,
+            scheduler_address=address,
+            scheduler_token=self._token,
         )
+        application = proxy_application(settings)
         serve.run(application, name=serve_application(job_id), route_prefix=route_prefix(job_id))
         return scheduler
 
@@ -279,9 +279,12 @@ class _Job:
 
 def _conclude(plan: Plan, console: Console, status: dict[str, Any], wall_s: float, peak_rss_bytes: int) -> int:
     """Write what remains and show it."""
-    runs = list_runs(plan.folder / "trajectory") if (plan.folder / "trajectory").is_dir() else []
-    outcomes = Counter(str(run.outcome) for run in runs if run.outcome is not None)
-    scored = sum(count for name, count in outcomes.items() if OUTCOME_TABLE[name].counted)  # type: ignore[index]
+    try:
+        runs = list_runs(str(plan.folder / "trajectory"))
+    except NotFoundError:  # it failed before a run was stored
+        runs = []
+    outcomes = Counter(run.outcome for run in runs if run.outcome is not None)
+    scored = sum(count for outcome, count in outcomes.items() if OUTCOME_TABLE[outcome].counted)
     summary = make_summary(
         job_id=plan.job_id,
         status=str(status["status"]),
@@ -291,7 +294,7 @@ def _conclude(plan: Plan, console: Console, status: dict[str, Any], wall_s: floa
         runs={
             "finished": scored,
             "failed": sum(outcomes.values()) - scored,
-            "outcomes": dict(outcomes.most_common()),
+            "outcomes": {str(outcome): count for outcome, count in outcomes.most_common()},
             "output_tokens": sum(run.num_output_tokens for run in runs),
         },
         wall_s=wall_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,24 +41,19 @@ class Job:
         """All processes of this job, whoever their parent is now."""
         found = []
         for process in psutil.process_iter():
-            try:
+            with contextlib.suppress(psutil.Error):
                 if process.environ().get("TIDEGATE_TEST_MARK") == self.mark:
                     found.append(process)
-            except psutil.Error:
-                continue
         return found
 
-    def find(self, text: str) -> psutil.Process | None:
-        """A living process below the driver with ``text`` in its command line."""
-        try:
+    def find(self, program: str, argument: str) -> psutil.Process | None:
+        """A living process below the driver whose program's name and arguments hold these texts."""
+        with contextlib.suppress(psutil.Error):
             for process in psutil.Process(self.process.pid).children(recursive=True):
-                try:
-                    if text in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                with contextlib.suppress(psutil.Error):
+                    name, *arguments = process.cmdline() or [""]
+                    if program in name and any(argument in text for text in arguments or [name]):
                         return process
-                except psutil.Error:
-                    continue
-        except psutil.Error:
-            pass
         return None
 
     def summary(self) -> dict[str, Any]:

@@ -7,12 +7,14 @@ import pytest
 
 from tests.e2e import jobs
 
+SLOW_HARNESS = "[sh, -c, 'sleep 1; exec python3 /config/agent.py {instruction_file}']"
 
-def kill_one(job: jobs.Job, text: str) -> None:
-    """kill -9 of the next living process with ``text`` in its command line."""
+
+def kill_one(job: jobs.Job, program: str, argument: str) -> None:
+    """kill -9 of the next process of this program."""
 
     def attempt() -> bool:
-        process = job.find(text)
+        process = job.find(program, argument)
         if process is None:
             return False
         try:
@@ -21,20 +23,21 @@ def kill_one(job: jobs.Job, text: str) -> None:
             return False
         return True
 
-    jobs.until(attempt, 120, f"a process to kill: {text}")
+    jobs.until(attempt, 120, f"a process to kill: {program} {argument}")
 
 
 @pytest.mark.cluster
 @pytest.mark.engine
 @pytest.mark.timeout(420)
 def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callable[..., jobs.Job]) -> None:
-    slow = ("rollout.harness.env.DELAY_S=1", "trainer.steps=6", "trainer.checkpoint_every=2", "scheduler.group_size=4")
+    slow = (f"rollout.harness.command={SLOW_HARNESS}", "trainer.steps=6", "trainer.checkpoint_every=2")
+    slow += ("scheduler.group_size=4", "scheduler.carry_over_steps=1")
     job = start_job(*slow)
     jobs.until(lambda: job.metrics("weights"), 150, "the first weights published")
-    kill_one(job, "agent.py")
-    kill_one(job, "/tests/test.sh")
+    kill_one(job, "python3", "agent.py")
+    kill_one(job, "bash", "/tests/test.sh")
     jobs.until(lambda: len(job.metrics("step")) >= 1, 120, "a step")
-    kill_one(job, "ray::RolloutCell")
+    kill_one(job, "ray::RolloutCell", "ray::RolloutCell")
     jobs.until(lambda: len(job.metrics("step")) >= 3, 180, "two more steps after a cell's death")
     listing = job.runs()
     assert "harness_crash" in listing
