@@ -1,0 +1,289 @@
+"""The scheduler's state machine: events in, decisions out. No I/O, no clock, no randomness of its own.
+
+An event changes the records (``_HANDLERS``, one function an event type). Then ``_RULES`` are tried in order until
+none has anything to decide. Rules look at the state only, never at the event: whatever order events come in, a
+decision that is due is made, and one that is under way is not made twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.common.errors import InvariantError
+from services.common.ids import make_group_id
+from services.common.types import CellRole, RouteTable
+from services.scheduler import policy
+from services.scheduler.cells import Cell, CellTable
+from services.scheduler.groups import Group, GroupBook, GroupStatus, make_spec
+from services.scheduler.rules import ENDING_RULES, RULES
+from services.scheduler.transitions import HANDLERS
+from services.scheduler.types import (
+    AbortRuns,
+    Action,
+    Counters,
+    Decision,
+    DropGroup,
+    Event,
+    FinishJob,
+    JobOptions,
+    JobStatus,
+    OpenGroup,
+    PublishWeights,
+    ReadyGroup,
+    ResumeState,
+    RunView,
+    SaveCheckpoint,
+    SwitchCell,
+    TaskRewards,
+    TrainStep,
+)
+from services.scheduler.views import make_snapshot
+from services.trajectory.outcome import Outcome
+
+HISTORY_LENGTH = 40
+"""Events that an ``InvariantError`` tells."""
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """A held-out pass in progress."""
+
+    version: int
+    pending: dict[str, None] = field(default_factory=dict)
+    tasks: list[TaskRewards] = field(default_factory=list)
+
+
+class JobState:
+    """Everything the scheduler knows of one job, and every decision about it.
+
+    Lifecycle: construct, feed ``handle`` with every event in order, perform the decisions that it returns, feed
+    back what became of them. After ``FinishJob`` further events change nothing.
+    """
+
+    def __init__(self, options: JobOptions, resume: ResumeState | None = None) -> None:
+        start = resume or ResumeState()
+        self.options = options
+        self.status = JobStatus.STARTING
+        self.reason = ""
+        self.step = start.step
+        self.version = -1
+        """Version of the weights published last; -1 before the first."""
+        self.cells = CellTable(options.job_id)
+        self.book = GroupBook(start.training, start.evaluation)
+        self.book.num_lost = start.num_lost_groups
+        for ready in start.ready:
+            self.book.take_back(ready)
+        self.evaluation: Evaluation | None = None
+        self.last_eval_step = start.last_eval_step
+        self.last_eval_reward: float | None = None
+        self.reward_mean_by_step = list(start.reward_mean_by_step)
+        self.train_tokens = start.train_tokens
+
+        self.next_group_index = start.next_group_index
+        self.next_eval_group_index = start.next_eval_group_index
+        self.data_position = start.data_position
+        self.task_indices_first = deque(start.unfinished_task_indices)
+        self.wanted_version: int | None = start.step
+        """A version that is to be published, until its publication has ended."""
+        self.publication: PublishWeights | None = None
+        self.num_publication_failures = 0
+        self.at_boundary = False
+        self.burst_done = 0
+        self.burst_steps = 0
+        """Steps that this burst has."""
+        self.training_step: TrainStep | None = None
+        self.checkpoint: SaveCheckpoint | None = None
+        self.saved_step = start.step
+        self.saved_final = False
+        self.planned_end: FinishJob | None = None
+        self.staleness_is_due = True
+        self.now_s = 0.0
+        self._decisions: list[Decision] = []
+        self._history: deque[tuple[float, Event, list[Decision]]] = deque(maxlen=HISTORY_LENGTH)
+
+    # -- the interface ------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now_s: float) -> list[Decision]:
+        """Take in one event; returns what to do. Raises ``InvariantError`` for what must not happen."""
+        if self.status.is_final:
+            return []
+        self.now_s, self._decisions = now_s, []
+        self._history.append((now_s, event, self._decisions))
+        try:
+            HANDLERS[type(event)](self, event)
+            while not self.status.is_final and self._apply_rules():
+                pass
+        except InvariantError as error:
+            raise InvariantError(error.message, self.history()) from error
+        return self._decisions
+
+    def _apply_rules(self) -> bool:
+        """One pass; True if another is needed."""
+        status = self.status
+        for rule in ENDING_RULES if status is JobStatus.ENDING else RULES:
+            if rule(self):
+                return True
+            if self.status is not status:
+                return not self.status.is_final
+        return False
+
+    def fail(self, reason: str) -> list[Decision]:
+        """End the job at once, whatever its state: for a shell that cannot go on."""
+        self._decisions = []
+        active = self.active_attempts()
+        if active:
+            self.decide(AbortRuns(active, reason), reason)
+        self.finish(JobStatus.FAILED, reason)
+        return self._decisions
+
+    def history(self) -> str:
+        """The newest events with what was decided, one a line."""
+        return "\n".join(
+            f"{at_s:.3f} {event!r} -> {', '.join(type(decision.action).__name__ for decision in decisions) or '-'}"
+            for at_s, event, decisions in self._history
+        )
+
+    def routes(self) -> RouteTable:
+        """The route table; its epoch rises with each change."""
+        return self.cells.routes()
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-ready: what clients see, and the summary's figures."""
+        return make_snapshot(self)
+
+    def runs(self, *, live_only: bool = False) -> list[RunView]:
+        """Runs for lists, newest groups first."""
+        placed = {run_id: cell.cell_id for cell in self.cells for run_id in cell.runs}
+        return self.book.runs(placed, live_only=live_only)
+
+    def resume_state(self) -> ResumeState:
+        """What a job that is resumed from this moment needs. Runs that are unfinished now count as ended."""
+        unfinished = [group.task_index for group in self.book.unfinished(is_eval=False)]
+        training, evaluation = self.book.training, self.book.evaluation
+        return ResumeState(
+            step=self.step,
+            version=self.version,
+            next_group_index=self.next_group_index,
+            next_eval_group_index=self.next_eval_group_index,
+            data_position=self.data_position,
+            unfinished_task_indices=(*self.task_indices_first, *unfinished),
+            ready=tuple(
+                ReadyGroup(group.spec, group.task_index, group.result)
+                for group in self.book.ready.values()
+                if group.result is not None
+            ),
+            training=Counters(training.dispatched, training.dispatched, training.dispatched),
+            evaluation=Counters(evaluation.dispatched, evaluation.dispatched, evaluation.dispatched),
+            num_lost_groups=self.book.num_lost,
+            last_eval_step=self.last_eval_step,
+            reward_mean_by_step=tuple(self.reward_mean_by_step),
+            train_tokens=self.train_tokens,
+        )
+
+    @property
+    def steps_left(self) -> int:
+        return max(0, self.options.steps - self.step)
+
+    # -- parts of decisions -------------------------------------------------------------------------------------------
+
+    def decide(self, action: Action, reason: str) -> None:
+        self._decisions.append(Decision(action, reason))
+
+    def open_training_group(self, reason: str) -> None:
+        names = self.options.task_names
+        if self.task_indices_first:
+            task_index = self.task_indices_first.popleft() % len(names)
+        else:
+            task_index = policy.task_at(self.data_position, len(names), self.options.seed)
+            self.data_position += 1
+        group_id = make_group_id(self.next_group_index)
+        self.next_group_index += 1
+        spec = make_spec(group_id, names[task_index], self.options.group_size, self.version, is_eval=False)
+        self.book.open(spec, task_index)
+        self.decide(OpenGroup(spec, task_index), reason)
+
+    def open_evaluation(self) -> None:
+        names = self.options.eval_task_names
+        self.evaluation = Evaluation(self.version)
+        for task_index, name in enumerate(names):
+            group_id = make_group_id(self.next_eval_group_index, is_eval=True)
+            self.next_eval_group_index += 1
+            spec = make_spec(group_id, name, self.options.eval_group_size, self.version, is_eval=True)
+            self.evaluation.pending[group_id] = None
+            self.book.open(spec, task_index)
+            self.decide(
+                OpenGroup(spec, task_index), f"held-out pass of version {self.version}: {len(names)} tasks are due"
+            )
+
+    def return_core(self, core: Cell, reason: str) -> None:
+        core.move_to(CellRole.TO_ROLLOUT)
+        self.cells.changed()
+        self.decide(SwitchCell(core.cell_id, CellRole.ROLLOUT, self.options.drain_timeout_s), reason)
+
+    def save_checkpoint(self, reason: str, *, is_final: bool) -> None:
+        reward = self.last_eval_reward if self.last_eval_step == self.step else None
+        self.checkpoint = SaveCheckpoint(self.step, is_final, reward, self.resume_state())
+        self.decide(self.checkpoint, f"{reason}: step {self.step}, last saved {self.saved_step}")
+
+    def lose(self, group: Group, reason: str) -> None:
+        """A training group will not be trained; another takes its place at once."""
+        self.book.retire(group, GroupStatus.LOST)
+        limit = self.options.max_lost_groups
+        if self.book.num_lost > limit:
+            lost = f"{self.book.num_lost} groups were lost, max_lost_groups is {limit}; the last one: {reason}"
+            self.begin_ending(JobStatus.FAILED, lost)
+            return
+        useful = self.steps_left * self.options.groups_per_step
+        if self.status is JobStatus.RUNNING and self.book.num_outstanding < useful and not self.at_boundary:
+            self.open_training_group(f"replaces {group.group_id} inside the burst: {reason}")
+
+    def drop_and_replace(self, group: Group, reason: str) -> None:
+        """Give a training group up, ready or not."""
+        self.end_runs(group, reason)
+        self.decide(DropGroup(group.group_id, reason), reason)
+        self.lose(group, reason)
+
+    def drop_unfinished(self, reason: str) -> None:
+        """At the job's end: nothing waits for these groups any more. Their tasks come first in a resumed job."""
+        for group in self.book.unfinished():
+            if not group.spec.is_eval:
+                self.task_indices_first.append(group.task_index)
+            self.end_runs(group, reason)
+            self.decide(DropGroup(group.group_id, reason), reason)
+            self.book.retire(group, GroupStatus.DROPPED)
+
+    def end_runs(self, group: Group, reason: str) -> None:
+        """Cancel the unfinished runs of a group; what becomes of the group is the caller's to say."""
+        unfinished = [run for run in group.runs.values() if run.outcome is None]
+        active = tuple((run.run_id, run.attempt) for run in unfinished if run.is_active)
+        if active:
+            self.decide(AbortRuns(active, reason), reason)
+        for run in unfinished:
+            self.cells.release(run.run_id)
+            self.book.end(run, Outcome.CANCELLED, None)
+
+    def active_attempts(self) -> tuple[tuple[str, int], ...]:
+        runs = (run for group in self.book.live() for run in group.runs.values())
+        return tuple((run.run_id, run.attempt) for run in runs if run.is_active)
+
+    def begin_ending(self, status: JobStatus, reason: str) -> None:
+        """End the job in good order. The first reason wins."""
+        if self.planned_end is not None:
+            return
+        self.status, self.reason = JobStatus.ENDING, reason
+        self.planned_end = FinishJob(status, reason)
+        self.evaluation = None
+        self.drop_unfinished(f"the job ends: {reason}")
+
+    def end_at_once(self, reason: str) -> None:
+        """End the job without saving: there is nothing to save, or no way to."""
+        self.begin_ending(JobStatus.FAILED, reason)
+        if self.planned_end is not None:
+            status = self.planned_end.status
+            self.finish(status, reason if status is JobStatus.FAILED else f"{self.planned_end.reason}; {reason}")
+
+    def finish(self, status: JobStatus, reason: str) -> None:
+        self.status, self.reason = status, reason
+        self.decide(FinishJob(status, reason), reason)

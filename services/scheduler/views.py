@@ -1,0 +1,57 @@
+"""What clients and the job's summary see of the state machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from services.scheduler.state import JobState
+
+
+def make_snapshot(state: JobState) -> dict[str, Any]:
+    """The state of a job as JSON-ready data. Counters of runs include held-out ones, which also stand apart."""
+    book = state.book
+    training, evaluation = book.training, book.evaluation
+    return {
+        "job_id": str(state.options.job_id),
+        "status": state.status.value,
+        "reason": state.reason,
+        "step": state.step,
+        "steps_target": state.options.steps,
+        "version": state.version,
+        "dispatched": training.dispatched + evaluation.dispatched,
+        "started": training.started + evaluation.started,
+        "ended": training.ended + evaluation.ended,
+        "water_level": book.water_level,
+        "queued_runs": book.num_queued,
+        "active_runs": book.num_active_runs,
+        "ready_groups": len(book.ready),
+        "outstanding_groups": book.num_outstanding,
+        "trained_groups": book.num_trained,
+        "lost_groups": book.num_lost,
+        "outcomes": {str(outcome): count for outcome, count in book.num_outcomes.items()},
+        "retries": {str(outcome): count for outcome, count in book.num_retries.items()},
+        "reward_mean_by_step": list(state.reward_mean_by_step),
+        "train_tokens": state.train_tokens,
+        "evaluation": {
+            "running_version": None if state.evaluation is None else state.evaluation.version,
+            "last_step": state.last_eval_step,
+            "last_reward_mean": state.last_eval_reward,
+            "dispatched": evaluation.dispatched,
+            "started": evaluation.started,
+            "ended": evaluation.ended,
+        },
+        "cells": [
+            {
+                "cell_id": view.cell_id,
+                "role": view.role.value,
+                "state": view.state.value,
+                "version": view.version,
+                "slots": view.slots,
+                "num_runs": view.num_runs,
+                "is_core": view.is_core,
+                "reason": view.reason,
+            }
+            for view in (cell.view() for cell in state.cells)
+        ],
+    }
