@@ -20,5 +20,7 @@ class TrajectoryConfig(BaseModel):
     """Baseline of a run: the group's mean (divided by its standard deviation, or not), or the mean of the others."""
     min_counted_runs: int = Field(default=2, ge=2)
     """A group with fewer counted runs is lost."""
+    micro_step_tokens: int = Field(default=65_536, ge=16)
+    """Most unique tokens of one micro-step. A group with more is cut between its runs; a single run never is."""
     seed: int = 0
     """Seed of the selection."""

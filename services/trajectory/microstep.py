@@ -44,6 +44,14 @@ def cut_group(runs: Sequence[ScoredRun], max_tokens: int) -> list[list[ScoredRun
     return pieces
 
 
+def forest_tokens(runs: Sequence[ScoredRun]) -> int:
+    """Unique tokens of a micro-step of these runs: what one pass over it costs."""
+    forest = SegmentForest()
+    for run in runs:
+        _graft(forest, run)
+    return forest.num_tokens
+
+
 def build_micro_steps(group_id: str, runs: Sequence[ScoredRun], max_tokens: int) -> list[MicroStep]:
     """The micro-steps of a group, one for each piece of ``cut_group``."""
     return [

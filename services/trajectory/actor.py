@@ -1,0 +1,392 @@
+"""The trajectory shard: the call logs of its runs, from the first request to the micro-steps of their group."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from services.common.errors import AccessError, ContextLengthError, InvariantError, NotFoundError
+from services.common.ids import JobId, RunId, group_of
+from services.common.metrics import metric
+from services.proxy.renderer import load_renderer
+from services.proxy.session import Prompt, Renderer, StoredCall, build_prompt, match
+from services.proxy.types import CanonicalRequest
+from services.rollout.types import RunResult, Sampling
+from services.trainer.types import MicroStep
+from services.trajectory.config import TrajectoryConfig
+from services.trajectory.live import AttemptLog
+from services.trajectory.microstep import build_micro_steps
+from services.trajectory.outcome import Outcome
+from services.trajectory.records import check_record, holding_sampling
+from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
+from services.trajectory.store import GroupState, RunFilter, Store, StoredGroup
+from services.trajectory.tree import TrajectoryTree
+from services.trajectory.types import CallRecord, CallTicket, GroupResult, GroupSpec, RunSummary, TokenIds
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Run:
+    """A run of a live group."""
+
+    run_id: str
+    log: AttemptLog | None = None
+    """Of the newest attempt; None before the first."""
+    result: RunResult | None = None
+    """Of the newest attempt; None while it is unfinished."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Calls of a run are matched and stored one after the other."""
+
+
+@dataclass
+class _Group:
+    """A group that is unfinished, or ready and untrained."""
+
+    spec: GroupSpec
+    runs: dict[str, _Run]
+    settlement: Settlement | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class TrajectoryShard:
+    """Keeps the calls of its runs and makes micro-steps of them. The one writer of its store.
+
+    Tokenising and writing run in threads of their own, so the event loop stays free.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        index: int,
+        config: TrajectoryConfig,
+        store_dir: str,
+        model_path: str,
+        sampling: Sampling,
+        max_model_len: int,
+        as_ref: Callable[[TokenIds], Any] | None = None,
+        *,
+        drop_equal_rewards: bool = True,
+        eval_sampling: Sampling | None = None,
+        renderer: Renderer | None = None,
+    ) -> None:
+        """Open the store and take up what it holds of unfinished and untrained groups.
+
+        ``as_ref`` turns a prompt into what a ticket carries (None: the array itself). ``eval_sampling`` holds for
+        held-out groups (None: ``sampling``). ``renderer`` replaces that of ``model_path``.
+        """
+        self._job_id = JobId(job_id)
+        self._config = config
+        self._sampling = sampling
+        self._eval_sampling = eval_sampling or sampling
+        self._max_model_len = max_model_len
+        self._as_ref = as_ref
+        self._drop_equal_rewards = drop_equal_rewards
+        self._renderer = renderer or load_renderer(model_path)
+        self._store = Store(store_dir, index)
+        self._writer = ThreadPoolExecutor(1, f"shard-{index}-store")
+        self._tokenizer = ThreadPoolExecutor(1, f"shard-{index}-tokenizer")  # tokenizers are not thread-safe
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._groups: dict[str, _Group] = {}
+        for stored in self._store.live_groups():
+            self._groups[stored.spec.group_id] = self._load(stored)
+
+    # -- groups and attempts --
+
+    async def open_group(self, spec: GroupSpec) -> None:
+        """Take in a group. A group of the same id that is not live any more is replaced, its runs deleted."""
+        group = self._groups.get(spec.group_id)
+        if group is not None and group.settlement is None:
+            if group.spec != spec:
+                raise InvariantError(f"group {spec.group_id} is open already", f"as {group.spec}, now {spec}")
+            return
+        await self._in_writer(self._store.open_group, spec)
+        self._groups[spec.group_id] = _Group(spec, {run_id: _Run(run_id) for run_id in spec.run_ids})
+
+    async def open_attempt(self, run_id: str, attempt: int) -> str:
+        """Start an attempt of a run; the key that its calls must carry until ``close_attempt``."""
+        run = self._live_run(run_id)
+        key = f"{run_id}.{secrets.token_hex(16)}"
+        async with run.lock:
+            if run.log is not None:
+                if attempt < run.log.attempt:
+                    raise InvariantError(f"run {run_id} is at attempt {run.log.attempt}; {attempt} cannot be opened")
+                run.log.close()
+            log = AttemptLog(run_id, attempt, _hash(key))
+            await self._in_writer(self._store.open_attempt, run_id, attempt, _hash(key))
+            run.log, run.result = log, None
+        return key
+
+    async def close_attempt(self, run_id: str, attempt: int) -> None:
+        """Make the attempt's key invalid; calls in flight come too late. Closing twice changes nothing."""
+        run = self._find_run(run_id)
+        log = run.log if run is not None else None
+        if run is None or log is None or log.attempt != attempt or not log.is_open:
+            return
+        log.close()
+        async with run.lock:
+            await self._in_writer(
+                lambda: self._store.close_attempt(run_id, attempt, context_overflowed=log.context_overflowed)
+            )
+
+    async def finish_run(self, result: RunResult) -> Outcome:
+        """Record how an attempt ended; the outcome as recorded.
+
+        It is ``CONTEXT_LIMIT`` where the harness ended or crashed because its last call no longer fitted.
+        """
+        run = self._find_run(result.run_id)
+        if run is not None and self._groups[group_of(RunId(result.run_id))].settlement is not None:
+            return run.result.outcome if run.result is not None else result.outcome  # it counted as it was
+        if run is None:  # its group was dropped meanwhile: recorded, nothing more
+            await self._in_writer(self._store.finish_run, result)
+            return result.outcome
+        async with run.lock:
+            log = run.log
+            is_newest = log is None or log.attempt <= result.attempt
+            if log is not None and log.attempt == result.attempt:
+                log.close()
+                outcome = settle_outcome(result.outcome, context_overflowed=log.context_overflowed)
+                result = replace(result, outcome=outcome)
+            await self._in_writer(self._store.finish_run, result)
+            if is_newest:
+                run.result = result
+                if log is None or log.attempt != result.attempt:  # it ended before an attempt was opened
+                    run.log = AttemptLog(result.run_id, result.attempt, None)
+        return result.outcome
+
+    async def finish_group(self, group_id: str) -> GroupResult:
+        """Settle a group whose runs are all final. Asking again gives the same answer."""
+        group = self._groups.get(group_id)
+        if group is None:
+            stored = await self._in_writer(self._store.group_result, group_id)
+            if stored is None:
+                raise NotFoundError(f"no group {group_id} on this shard.", "Open it first.")
+            return stored
+        async with group.lock:
+            settlement = group.settlement or await self._settle(group)
+        return settlement.result
+
+    async def micro_steps(self, group_id: str) -> list[MicroStep]:
+        """The micro-steps of a ready group, the same ones each time."""
+        group = self._groups.get(group_id)
+        if group is None or group.settlement is None or not group.settlement.result.ready:
+            raise NotFoundError(f"group {group_id} is not ready to be trained.", "See the answer of finish_group.")
+        runs = group.settlement.runs
+        return await asyncio.to_thread(build_micro_steps, group_id, runs, self._config.micro_step_tokens)
+
+    async def mark_trained(self, group_ids: Sequence[str], step: int) -> None:
+        """Note that groups were trained by optimizer step ``step``, and let go of their trees."""
+        await self._in_writer(self._store.mark_trained, group_ids, step)
+        for group_id in group_ids:
+            self._groups.pop(group_id, None)
+
+    async def drop_group(self, group_id: str, reason: str) -> None:
+        """Give a group up: its keys are dead, it will not be trained. Its calls stay readable in the store."""
+        group = self._groups.pop(group_id, None)
+        for run in group.runs.values() if group is not None else ():
+            if run.log is not None:
+                run.log.close()
+        await self._in_writer(self._store.end_group, group_id, GroupState.DROPPED, reason)
+
+    async def recover(self, trained_step: int) -> list[GroupResult]:
+        """Take up a job from the checkpoint of ``trained_step``: the groups that are ready to be trained.
+
+        Marks of later steps are cleared, for the weights of those steps are gone: their groups are ready again.
+        Groups that were complete but not settled are settled; incomplete ones are recorded as cancelled.
+        """
+        await self._in_writer(self._store.clear_marks_above, trained_step)
+        stored_groups = await self._in_writer(self._store.live_groups)
+        self._groups = {}
+        ready = []
+        for stored in stored_groups:
+            group_id = stored.spec.group_id
+            if stored.result is None and any(one is None or one.result is None for one in stored.attempts.values()):
+                reason = "the job stopped before all runs of the group had ended"
+                await self._in_writer(self._store.end_group, group_id, GroupState.CANCELLED, reason)
+                continue
+            group = await self._in_writer(self._load, stored)
+            self._groups[group_id] = group
+            result = await self.finish_group(group_id)
+            if result.ready:
+                ready.append(result)
+        return ready
+
+    async def run_summaries(self, group_id: str | None = None, limit: int | None = None) -> list[RunSummary]:
+        """This shard's runs in order of dispatch: those of a group, or the last ``limit``."""
+        return await asyncio.to_thread(self._store.summaries, RunFilter(group_id=group_id, limit=limit))
+
+    # -- calls --
+
+    async def match_call(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
+        """Build the prompt of a call on the stored ids of the call that it continues.
+
+        Raises ``AccessError`` for a key that is not valid now, ``ContextLengthError`` if the prompt leaves no room for
+        one token, ``TemplateError`` if the chat template refuses the messages.
+        """
+        run, log = self._authorise(run_id, key)
+        async with run.lock:
+            prompt, matched = await self._in_thread(self._tokenizer, self._prompt, log, request)
+            self._authorise(run_id, key)  # the attempt may have been closed meanwhile
+            sampling = self._holding_sampling(log, request, len(prompt.ids))
+            call = log.begin(request, prompt, matched)
+        if prompt.is_false_fork:
+            metric("tidegate_false_forks_total").inc(1, job=self._job_id)
+        return CallTicket(
+            call_id=call.call_id,
+            run_id=run_id,
+            attempt=log.attempt,
+            prompt_ref=prompt.ids if self._as_ref is None else self._as_ref(prompt.ids),
+            num_prompt_tokens=call.num_prompt_tokens,
+            num_new_tokens=prompt.num_new_tokens,
+            parent_call_id=call.parent_call_id,
+            sampling=sampling,
+            trainable=not sampling.is_greedy,
+        )
+
+    async def append_call(self, record: CallRecord) -> None:
+        """Store a completed call; it is durable on return. Appending it again changes nothing.
+
+        ``prompt_ids``, ``parent_call_id`` of the record are not read: the shard has made them. Raises
+        ``InvariantError`` if its arrays do not fit together, ``AccessError`` if its attempt is closed.
+        """
+        # a caller that goes away must not leave the call in the store but not in the tree
+        await asyncio.shield(self._task(self._append(record)))
+
+    async def abandon_call(self, call_id: str, reason: str) -> None:
+        """Forget a call that will not be completed. Unknown ones are no error."""
+        run = self._find_run(call_id.rpartition("-a")[0])
+        if run is not None and run.log is not None and run.log.pending.pop(call_id, None) is not None:
+            logger.info("call %s was abandoned: %s", call_id, reason)
+
+    async def close(self) -> None:
+        """Finish what is being written and close the store."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._in_writer(self._store.close)
+        self._writer.shutdown()
+        self._tokenizer.shutdown()
+
+    # -- inside --
+
+    def _prompt(self, log: AttemptLog, request: CanonicalRequest) -> tuple[Prompt, StoredCall | None]:
+        matched = match(log.calls, request.messages, request.tools)
+        if matched is not None:
+            matched = log.with_prompt(matched)
+        return build_prompt(self._renderer, matched, request), matched
+
+    def _holding_sampling(self, log: AttemptLog, request: CanonicalRequest, num_prompt_tokens: int) -> Sampling:
+        is_eval = self._groups[group_of(RunId(log.run_id))].spec.is_eval
+        try:
+            sampling = holding_sampling(
+                self._eval_sampling if is_eval else self._sampling,
+                request.requested_sampling,
+                num_prompt_tokens=num_prompt_tokens,
+                max_model_len=self._max_model_len,
+                call_id=log.next_call_id,
+            )
+        except ContextLengthError:
+            log.context_overflowed = True
+            raise
+        log.context_overflowed = False
+        return sampling
+
+    async def _append(self, record: CallRecord) -> None:
+        run = self._find_run(record.run_id)
+        if run is None:
+            raise AccessError(f"run {record.run_id} is over.")
+        async with run.lock:
+            log = run.log
+            if log is not None and record.call_id in log.tree:
+                return
+            if log is None or log.attempt != record.attempt or not log.is_open:
+                raise AccessError(f"attempt {record.attempt} of run {record.run_id} is closed.")
+            check_record(record)
+            row = log.row(record)
+            await self._in_writer(self._store.append_call, row)
+            log.complete(row)
+
+    async def _settle(self, group: _Group) -> Settlement:
+        runs = [_final(run) for run in group.runs.values()]
+        unfinished = [run_id for run_id, run in zip(group.runs, runs, strict=True) if run is None]
+        if unfinished:
+            raise InvariantError(f"group {group.spec.group_id} is not complete", f"unfinished: {', '.join(unfinished)}")
+        final = [run for run in runs if run is not None]
+        settlement = await asyncio.to_thread(
+            settle_group, group.spec, final, self._config, drop_equal_rewards=self._drop_equal_rewards
+        )
+        await self._in_writer(self._store.finish_group, settlement.result, dict(settlement.advantages))
+        group.settlement = settlement
+        if not settlement.result.ready:
+            self._groups.pop(group.spec.group_id, None)
+        return settlement
+
+    def _load(self, stored: StoredGroup) -> _Group:
+        """A live group as the store has it."""
+        group = _Group(stored.spec, {})
+        for run_id, attempt in stored.attempts.items():
+            group.runs[run_id] = run = _Run(run_id)
+            if attempt is None:
+                continue
+            run.log, run.result = AttemptLog(run_id, attempt.attempt, attempt.key_hash), attempt.result
+            run.log.context_overflowed = attempt.context_overflowed
+            for row in self._store.calls(run_id, attempt.attempt):
+                run.log.complete(row)
+            run.log.restarted()
+        if stored.result is not None:
+            final = [one for one in map(_final, group.runs.values()) if one is not None]
+            # it was ready once, so equal rewards are to be kept; selection is seeded and comes out the same
+            group.settlement = settle_group(group.spec, final, self._config, drop_equal_rewards=False)
+        return group
+
+    def _authorise(self, run_id: str, key: str) -> tuple[_Run, AttemptLog]:
+        run = self._find_run(run_id)
+        log = run.log if run is not None else None
+        if run is not None and log is not None and log.key_hash and hmac.compare_digest(log.key_hash, _hash(key)):
+            return run, log
+        raise AccessError("this key is unknown or no longer valid.", "A key is valid while its attempt runs.")
+
+    def _find_run(self, run_id: str) -> _Run | None:
+        try:
+            group = self._groups.get(group_of(RunId(run_id)))
+        except ValueError:
+            return None
+        return None if group is None else group.runs.get(run_id)
+
+    def _live_run(self, run_id: str) -> _Run:
+        run = self._find_run(run_id)
+        if run is None:
+            raise NotFoundError(f"no live run {run_id} on this shard.", "Open its group first.")
+        if self._groups[group_of(RunId(run_id))].settlement is not None:
+            raise InvariantError(f"run {run_id} cannot have a further attempt", "its group is settled")
+        return run
+
+    async def _in_writer(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        return await self._in_thread(self._writer, work, *arguments)
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[..., _T], *arguments: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+
+    def _task(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _final(run: _Run) -> FinalRun | None:
+    """A run as it is settled, None while it is unfinished."""
+    if run.result is None:
+        return None
+    return FinalRun(run.result, run.log.tree if run.log is not None else TrajectoryTree())

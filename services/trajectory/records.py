@@ -1,0 +1,99 @@
+"""Calls as they are asked for and as they come back: sampling that holds, checks, and what is new in a request."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.common.errors import ContextLengthError, InvariantError
+from services.proxy.types import Message, ToolCall
+from services.rollout.types import Sampling
+from services.trajectory.types import CallRecord
+
+
+def holding_sampling(
+    job: Sampling, requested: Mapping[str, Any], *, num_prompt_tokens: int, max_model_len: int, call_id: str
+) -> Sampling:
+    """The sampling of one call. The job's parameters win; a harness may only ask for fewer tokens and for stop
+    strings of its own. A job's seed becomes one of the call's own, else all runs of a group would sample alike.
+
+    Raises ``ContextLengthError`` if the prompt leaves no room for one token.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError(num_prompt_tokens, max_model_len)
+    limits = [requested[name] for name in ("max_tokens", "max_completion_tokens") if requested.get(name) is not None]
+    stop = requested.get("stop") or ()
+    return Sampling(
+        temperature=job.temperature,
+        max_tokens=max(1, min(job.max_tokens, room, *(int(limit) for limit in limits))),
+        stop=tuple(dict.fromkeys([*job.stop, *([stop] if isinstance(stop, str) else stop)])),
+        seed=None if job.seed is None else zlib.crc32(f"{job.seed}/{call_id}".encode()),
+    )
+
+
+def check_record(record: CallRecord) -> None:
+    """Raise ``InvariantError`` unless ids, log-probabilities and version spans fit together.
+
+    Versions may only rise within a call: tokens are stamped when they are made.
+    """
+    num_tokens = len(record.output_ids)
+    num_spanned = sum(span.num_tokens for span in record.version_spans)
+    if not num_tokens == len(record.logprobs) == num_spanned:
+        raise InvariantError(
+            f"call {record.call_id} has {num_tokens} token ids, {len(record.logprobs)} log-probabilities and version "
+            f"spans for {num_spanned} tokens.",
+            "The three must be equal; nothing was stored.",
+        )
+    versions = [span.version for span in record.version_spans]
+    if versions != sorted(versions):
+        raise InvariantError(
+            f"the versions of call {record.call_id} go back: {versions}.",
+            "A cell served older weights than the one before it; nothing was stored.",
+        )
+
+
+def request_key(requested_sampling: Mapping[str, Any]) -> str:
+    """Tells requests of one prompt apart: a retry repeats its request exactly."""
+    return json.dumps(requested_sampling, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def share_messages(messages: Sequence[Message], known: Sequence[Message]) -> tuple[tuple[Message, ...], int]:
+    """``messages`` with its leading ones replaced by the equal objects of ``known``, and how many these are.
+
+    A harness sends its whole history with every call; this keeps and stores each message once.
+    """
+    num_shared = 0
+    for message, kept in zip(messages, known, strict=False):
+        if message != kept:
+            break
+        num_shared += 1
+    return (*known[:num_shared], *messages[num_shared:]), num_shared
+
+
+def messages_of(request: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The messages of a stored request (``dataclasses.asdict`` of a ``CanonicalRequest``, perhaps through JSON)."""
+    return tuple(
+        Message(
+            role=given["role"],
+            content=given["content"],
+            reasoning=given.get("reasoning", ""),
+            tool_calls=tuple(
+                ToolCall(call["call_id"], call["name"], dict(call["arguments"])) for call in given.get("tool_calls", ())
+            ),
+            tool_call_id=given.get("tool_call_id", ""),
+        )
+        for given in request["messages"]
+    )
+
+
+def tools_of(request: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The tools of a stored request."""
+    return tuple(request.get("tools", ()))
+
+
+def answer_of(record: CallRecord) -> Message:
+    """The answer as the harness saw it."""
+    return Message(role="assistant", content=record.output_text)
