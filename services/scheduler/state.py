@@ -245,9 +245,9 @@ class JobState:
         self.decide(DropGroup(group.group_id, reason), reason)
         self.lose(group, reason)
 
-    def drop_unfinished(self, reason: str) -> None:
+    def drop_unfinished(self, reason: str, *, held_out_too: bool) -> None:
         """At the job's end: nothing waits for these groups any more. Their tasks come first in a resumed job."""
-        for group in self.book.unfinished():
+        for group in self.book.unfinished(is_eval=None if held_out_too else False):
             if not group.spec.is_eval:
                 self.task_indices_first.append(group.task_index)
             self.end_runs(group, reason)
@@ -275,7 +275,7 @@ class JobState:
         self.status, self.reason = JobStatus.ENDING, reason
         self.planned_end = FinishJob(status, reason)
         self.evaluation = None
-        self.drop_unfinished(f"the job ends: {reason}")
+        self.drop_unfinished(f"the job ends: {reason}", held_out_too=True)
 
     def end_at_once(self, reason: str) -> None:
         """End the job without saving: there is nothing to save, or no way to."""

@@ -197,7 +197,7 @@ def _on_step_trained(state: JobState, event: StepTrained) -> None:
         state.wanted_version = state.step
     has_final_pass = bool(state.options.eval_task_names) and state.options.eval_at_end
     if state.steps_left == 0:
-        state.drop_unfinished(f"step {state.step} of {state.options.steps} was the last")
+        state.drop_unfinished(f"step {state.step} of {state.options.steps} was the last", held_out_too=False)
     if state.steps_left == 0 and not has_final_pass:
         state.save_checkpoint("all steps are trained", is_final=True)
     elif state.step % state.options.checkpoint_every == 0:

@@ -1,0 +1,152 @@
+"""The whole state machine in random worlds: whatever happens, the counts hold and the job ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.common.types import CellRole
+from services.scheduler.types import CancelRequested, JobStatus, Tick
+from tests.unit.scheduler.world import World, options
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_job_without_faults_finishes_all_its_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    num_cells = rng.randint(1, 4)
+    job = options(
+        num_cells=num_cells,
+        steps=rng.randint(1, 6),
+        steps_per_burst=rng.randint(1, 3),
+        carry_over_steps=rng.choice([0.0, 0.5, 1.0, 2.0]),
+        max_staleness_steps=rng.choice([2, 3, 8]),
+        eval_task_names=rng.choice([(), ("e0", "e1")]),
+        eval_every=rng.choice([0, 1, 2]),
+        eval_at_start=rng.random() < 0.5,
+        eval_at_end=rng.random() < 0.5,
+        max_concurrent_runs=rng.choice([1, 5, 100]),
+    )
+    world = World(job, tuple(rng.randint(1, 6) for _ in range(num_cells)))
+    world.join_all()
+    end = world.play(rng)
+    assert end.status is JobStatus.FINISHED
+    assert world.step == job.steps
+    assert world.checkpoints[-1].is_final
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_job_with_faults_ends(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    num_cells = rng.randint(2, 4)
+    job = options(
+        num_cells=num_cells,
+        steps=4,
+        steps_per_burst=rng.randint(1, 2),
+        carry_over_steps=rng.choice([0.0, 1.0]),
+        eval_task_names=("e0",),
+        eval_every=2,
+        max_lost_groups=40,
+    )
+    world = World(job, tuple(rng.randint(1, 6) for _ in range(num_cells)))
+    world.join_all()
+    assert world.play(rng, faults=True).status in (JobStatus.FINISHED, JobStatus.FAILED)
+
+
+class AnyWorld(RuleBasedStateMachine):
+    """Answers in any order, cells that die and return, timeouts, cancellation."""
+
+    @initialize(
+        slots=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+        steps=st.integers(1, 4),
+        mu=st.integers(1, 3),
+        phi=st.sampled_from([0.0, 0.5, 1.0]),
+        staleness=st.integers(2, 4),
+        evals=st.integers(0, 2),
+        max_runs=st.sampled_from([2, 100]),
+    )
+    def begin(self, slots, steps, mu, phi, staleness, evals, max_runs) -> None:
+        self.rng = random.Random(0)
+        job = options(
+            num_cells=len(slots),
+            steps=steps,
+            steps_per_burst=mu,
+            carry_over_steps=phi,
+            max_staleness_steps=staleness,
+            eval_task_names=tuple(f"e{index}" for index in range(evals)),
+            eval_every=1,
+            eval_at_start=True,
+            eval_at_end=True,
+            max_concurrent_runs=max_runs,
+            max_lost_groups=30,
+        )
+        self.world = World(job, tuple(slots))
+        self.world.join_all()
+
+    @property
+    def is_over(self) -> bool:
+        return self.world.finish is not None
+
+    @rule(index=st.integers(0, 1000), seed=st.integers(0, 10_000), faults=st.booleans())
+    def answer(self, index, seed, faults) -> None:
+        if self.world.pending and not self.is_over:
+            self.world.answer(index, random.Random(seed), faults=faults)
+
+    @rule(count=st.integers(1, 40), seed=st.integers(0, 10_000))
+    def answer_many(self, count, seed) -> None:
+        rng = random.Random(seed)
+        for _ in range(count):
+            self.answer(rng.randrange(1000), rng.randrange(1000), False)
+
+    @rule(index=st.integers(0, 3))
+    def lose_cell(self, index) -> None:
+        name = f"cell-{index}"
+        if name in self.world.cells and self.world.cells[name].role is not CellRole.DOWN and not self.is_over:
+            self.world.lose(name)
+
+    @rule(index=st.integers(0, 3))
+    def return_cell(self, index) -> None:
+        name = f"cell-{index}"
+        if name in self.world.cells and self.world.cells[name].role is CellRole.DOWN and not self.is_over:
+            self.world.join(name)
+
+    @rule(index=st.integers(0, 3))
+    def make_stale(self, index) -> None:
+        name = f"cell-{index}"
+        if name in self.world.cells and self.world.cells[name].role is not CellRole.DOWN and not self.is_over:
+            self.world.make_stale(name)
+
+    @rule()
+    def wait_long(self) -> None:
+        if not self.is_over:
+            self.world.now_s += 1000
+            self.world.give_up_late_starts()
+            self.world.feed(Tick())
+
+    @precondition(lambda self: self.world.step >= 1)
+    @rule()
+    def cancel(self) -> None:
+        if not self.is_over:
+            self.world.feed(CancelRequested("the test wants it"))
+
+    @invariant()
+    def routes_name_only_cells_in_rollout(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        table = self.world.state.routes()
+        names = {route.cell_id for route in table.cells}
+        assert all(self.world.cells[name].role is CellRole.ROLLOUT for name in names)
+        assert {cell_id for _, cell_id in table.affinity} <= names
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.play(random.Random(1))
+
+
+AnyWorld.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAnyWorld = AnyWorld.TestCase

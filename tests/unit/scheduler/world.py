@@ -1,0 +1,334 @@
+"""A small fake world: it performs the scheduler's actions whenever a test says so, and checks each against the rules.
+
+It keeps its own books (unfinished runs, slots, roles, versions), so that a wrong count in the core is noticed here.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from services.common.types import CellRole
+from services.scheduler.state import JobState
+from services.scheduler.types import (
+    AbortRuns,
+    CellAdmitted,
+    CellDrained,
+    CellJoined,
+    CellLost,
+    CellServing,
+    CellStale,
+    CheckpointSaved,
+    Decision,
+    DropGroup,
+    Event,
+    FinishJob,
+    GroupScored,
+    JobOptions,
+    OpenGroup,
+    PublicationEnded,
+    PublishWeights,
+    RecordEvaluation,
+    ResumeState,
+    RunEnded,
+    RunStarted,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    StepTrained,
+    SwitchCell,
+    TrainStep,
+)
+from services.trajectory.outcome import OUTCOME_TABLE, Outcome
+from services.trajectory.types import GroupResult, GroupSpec
+
+
+def options(**changes) -> JobOptions:
+    numbers = {
+        "job_id": "job",
+        "num_cells": 2,
+        "task_names": ("t0", "t1", "t2"),
+        "steps": 3,
+        "groups_per_step": 2,
+        "group_size": 2,
+        "max_concurrent_runs": 100,
+        "eval_at_end": False,
+    }
+    return JobOptions(**{**numbers, **changes})
+
+
+def group_result(group_id: str, *, ready: bool = True, reward: float = 0.5, reason: str = "") -> GroupResult:
+    return GroupResult(group_id, ready, reason, 2, 2, 10, 20, reward, (reward, reward), 0)
+
+
+@dataclass
+class WorldCell:
+    slots: int
+    is_core: bool
+    role: CellRole = CellRole.ROLLOUT
+    version: int = -1
+    serving: bool = False
+    runs: set[str] = field(default_factory=set)
+
+
+class World:
+    """Feeds events to a ``JobState`` and keeps the answers that it owes in ``pending``."""
+
+    def __init__(self, job: JobOptions, slots: tuple[int, ...] = (4, 4), resume: ResumeState | None = None) -> None:
+        self.options = job
+        self.state = JobState(job, resume)
+        self.now_s = 0.0
+        self.cells: dict[str, WorldCell] = {}
+        self.slots = {f"cell-{index}": count for index, count in enumerate(slots)}
+        self.pending: list[object] = []
+        self.attempts: dict[tuple[str, int], str] = {}
+        self.specs: dict[str, GroupSpec] = {}
+        self.unfinished: set[str] = set()
+        self.ends: dict[str, str] = {}
+        self.ready: set[str] = {group.spec.group_id for group in resume.ready} if resume else set()
+        for group in resume.ready if resume else ():
+            self.specs[group.spec.group_id] = group.spec
+        self.step = resume.step if resume else 0
+        self.log: list[tuple[float, Event, list[Decision]]] = []
+        self.evaluations: list[RecordEvaluation] = []
+        self.checkpoints: list[SaveCheckpoint] = []
+        self.finish: FinishJob | None = None
+        self.trained_staleness: list[int] = []
+
+    # -- feeding --
+
+    def feed(self, event: Event) -> list[Decision]:
+        self.now_s += 0.1
+        decisions = self.state.handle(event, self.now_s)
+        self.log.append((self.now_s, event, decisions))
+        for decision in decisions:
+            assert decision.reason
+            self.perform(decision)
+        self.check_counters()
+        return decisions
+
+    def join_all(self) -> None:
+        for cell_id in self.slots:
+            self.join(cell_id)
+
+    def join(self, cell_id: str) -> None:
+        is_core = cell_id == "cell-0"
+        self.cells[cell_id] = WorldCell(self.slots[cell_id], is_core)
+        before = len(self.log)
+        self.feed(CellJoined(cell_id, self.slots[cell_id], is_core))
+        assert len(self.log) == before + 1
+        self._take_roles()
+
+    def lose(self, cell_id: str) -> None:
+        cell = self.cells[cell_id]
+        cell.role, cell.serving = CellRole.DOWN, False
+        self.feed(CellLost(cell_id, "killed by the test"))
+
+    def make_stale(self, cell_id: str) -> None:
+        self.cells[cell_id].serving = False
+        self.feed(CellStale(cell_id, "made stale by the test"))
+
+    def _take_roles(self) -> None:
+        for view in self.state.snapshot()["cells"]:
+            if view["cell_id"] in self.cells:
+                self.cells[view["cell_id"]].role = CellRole(view["role"])
+
+    # -- performing: each action is checked and leaves an answer to be given later --
+
+    def perform(self, decision: Decision) -> None:
+        assert self.finish is None, "an action follows FinishJob"
+        action = decision.action
+        match action:
+            case OpenGroup(spec, _):
+                assert spec.group_id not in self.specs, "a group id was used twice"
+                self.specs[spec.group_id] = spec
+                self.unfinished |= set(spec.run_ids)
+            case StartRun():
+                self._check_start(action)
+                self.attempts[(action.run_id, action.attempt)] = "starting"
+                self.pending.append(action)
+            case AbortRuns(attempts, _):
+                for key in attempts:
+                    assert self.attempts[key] in ("starting", "running"), f"{key} is {self.attempts[key]}"
+                    self.attempts[key] = "aborted"
+            case DropGroup(group_id, _):
+                self._end_group(group_id, "dropped")
+                self.unfinished -= set(self.specs[group_id].run_ids)
+                self.ready.discard(group_id)
+            case SwitchCell(cell_id, role, _):
+                self._check_switch(cell_id, role)
+                self.pending.append(action)
+            case TrainStep():
+                self._check_step(action)
+                self.pending.append(action)
+            case PublishWeights(version, cell_ids):
+                assert version in (self.step, self.state.version)
+                assert len(set(cell_ids)) == len(cell_ids) > 0
+                assert "cell-0" not in cell_ids[:-1], "the core is updated last"
+                self.pending.append(action)
+            case SaveCheckpoint():
+                assert action.step == self.step
+                self.checkpoints.append(action)
+                self.pending.append(action)
+            case RecordEvaluation():
+                self.evaluations.append(action)
+            case ScoreGroup():
+                self.pending.append(action)
+            case FinishJob():
+                self.finish = action
+
+    def _check_start(self, action: StartRun) -> None:
+        cell = self.cells[action.cell_id]
+        assert cell.role is CellRole.ROLLOUT, f"a run starts on a cell in {cell.role}"
+        assert cell.serving, "a stale cell gets no traffic"
+        running = sum(status in ("starting", "running") for status in self.attempts.values())
+        assert running < self.options.max_concurrent_runs
+        assert action.run_id in self.unfinished
+        assert (action.run_id, action.attempt) not in self.attempts, "an attempt was started twice"
+
+    def _check_switch(self, cell_id: str, role: CellRole) -> None:
+        cell = self.cells[cell_id]
+        if role is CellRole.ROLLOUT:
+            assert cell.role is CellRole.TRAIN
+            cell.role = CellRole.TO_ROLLOUT
+            return
+        assert cell.role is CellRole.ROLLOUT
+        assert cell.is_core
+        others = sum(
+            other.slots
+            for other in self.cells.values()
+            if other is not cell and other.role is CellRole.ROLLOUT and other.serving
+        )
+        assert len(self.unfinished) <= others, "Eq. 5 does not hold at a departure"
+        assert len(self.ready) >= self.options.groups_per_step
+        cell.role = CellRole.TO_TRAIN
+
+    def _check_step(self, action: TrainStep) -> None:
+        core = self.cells.get("cell-0")
+        assert core is None or core.role in (CellRole.TRAIN, CellRole.DOWN)
+        assert action.step == self.step + 1
+        assert len(set(action.group_ids)) == self.options.groups_per_step
+        assert set(action.group_ids) <= self.ready
+        versions = [self.specs[group_id].version for group_id in action.group_ids]
+        assert versions == sorted(versions), "oldest version first"
+        left = [self.specs[group_id].version for group_id in self.ready - set(action.group_ids)]
+        assert not left or min(left) >= versions[-1]
+        staleness = [self.step - version for version in versions]
+        assert max(staleness) <= self.options.max_staleness_steps
+        self.trained_staleness += staleness
+        self.ready -= set(action.group_ids)
+
+    def _end_group(self, group_id: str, how: str) -> None:
+        assert group_id not in self.ends, f"{group_id} ended twice: {self.ends[group_id]}, {how}"
+        self.ends[group_id] = how
+
+    # -- answers --
+
+    def answer(self, index: int, rng: random.Random, *, faults: bool = False) -> None:
+        """Give the answer to one pending action (for a run: its start, then its end)."""
+        action = self.pending.pop(index % len(self.pending))
+        match action:
+            case StartRun():
+                self._answer_run(action, rng, faults)
+            case ScoreGroup(group_id):
+                self._answer_score(group_id, ready=not (faults and rng.random() < 0.2))
+            case SwitchCell(cell_id, role, _):
+                self._answer_switch(cell_id, role)
+            case TrainStep(step, group_ids, _):
+                self.step = step
+                for group_id in group_ids:
+                    self._end_group(group_id, "trained")
+                self.feed(StepTrained(step, num_tokens=10))
+            case PublishWeights(version, cell_ids):
+                self._answer_publication(version, cell_ids, rng, faults)
+            case SaveCheckpoint(step):
+                self.feed(CheckpointSaved(step))
+
+    def _answer_run(self, action: StartRun, rng: random.Random, faults: bool) -> None:
+        key = (action.run_id, action.attempt)
+        status = self.attempts[key]
+        if status == "starting" and not (faults and rng.random() < 0.1):
+            self.attempts[key] = "running"
+            self.pending.append(action)
+            self.feed(RunStarted(*key))
+            return
+        outcome = Outcome.FINISHED
+        if status == "aborted":
+            outcome = Outcome.CANCELLED
+        elif status == "starting":
+            outcome = Outcome.SETUP_FAILURE
+        elif faults:
+            outcome = rng.choice(list(Outcome))
+        if status != "aborted":
+            rule = OUTCOME_TABLE[outcome]
+            if rule.scored or action.attempt >= rule.max_retries:
+                self.unfinished.discard(action.run_id)
+        self.attempts[key] = "ended"
+        self.feed(RunEnded(*key, outcome, 1.0 if OUTCOME_TABLE[outcome].counted else None))
+
+    def _answer_score(self, group_id: str, *, ready: bool) -> None:
+        spec = self.specs[group_id]
+        if group_id not in self.ends:
+            if spec.is_eval:
+                self._end_group(group_id, "evaluated")
+            elif ready:
+                self.ready.add(group_id)
+            else:
+                self._end_group(group_id, "lost")
+        self.feed(GroupScored(group_result(group_id, ready=ready, reason="" if ready else "all rewards are equal")))
+
+    def _answer_switch(self, cell_id: str, role: CellRole) -> None:
+        cell = self.cells[cell_id]
+        if cell.role in (CellRole.TO_TRAIN, CellRole.TO_ROLLOUT):
+            cell.role = role
+            self.feed(CellDrained(cell_id) if role is CellRole.TRAIN else CellAdmitted(cell_id))
+
+    def _answer_publication(self, version: int, cell_ids: tuple[str, ...], rng: random.Random, faults: bool) -> None:
+        for cell_id in cell_ids:
+            cell = self.cells[cell_id]
+            if cell.role is CellRole.DOWN:
+                continue
+            if faults and rng.random() < 0.1:
+                self.make_stale(cell_id)
+            else:
+                cell.version, cell.serving = version, True
+                self.feed(CellServing(cell_id, version))
+        self.feed(PublicationEnded(version))
+
+    def give_up_late_starts(self) -> None:
+        """Before a ``Tick`` long after: attempts that did not start are lost, in this world's books too."""
+        for (run_id, attempt), status in self.attempts.items():
+            if status == "starting" and attempt >= OUTCOME_TABLE[Outcome.RUNNER_LOSS].max_retries:
+                self.unfinished.discard(run_id)
+
+    # -- checks --
+
+    def check_counters(self) -> None:
+        snapshot = self.state.snapshot()
+        assert snapshot["water_level"] == snapshot["dispatched"] - snapshot["ended"]
+        assert 0 <= snapshot["ended"] <= snapshot["started"] <= snapshot["dispatched"]
+        training = self.state.book.training
+        assert training.water_level >= 0
+        if not self.state.status.is_final:
+            assert snapshot["water_level"] == len(self.unfinished), "w differs from the runs that are unfinished"
+
+    def play(self, rng: random.Random, *, max_answers: int = 5000, faults: bool = False) -> FinishJob:
+        """Answer everything until the job ends. Fails if it waits for nothing, or never ends."""
+        for _ in range(max_answers):
+            if self.finish is not None:
+                self.check_end()
+                return self.finish
+            assert self.pending, f"deadlock: nothing is pending.\n{self.state.history()}"
+            self.answer(rng.randrange(len(self.pending)), rng, faults=faults)
+        raise AssertionError(f"the job did not end within {max_answers} answers.\n{self.state.history()}")
+
+    def check_end(self) -> None:
+        """Every dispatched group ended exactly once, or is kept ready for a resumed job."""
+        assert self.finish is not None
+        if self.finish.status == "failed":
+            return
+        open_groups = set(self.specs) - set(self.ends) - self.ready
+        assert not open_groups, f"groups without an end: {open_groups}"
+        for spec in self.specs.values():
+            if self.ends.get(spec.group_id) == "trained":
+                assert not self.unfinished & set(spec.run_ids)
