@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from services.common.errors import ConfigError
 from services.trainer.backends.base import BatchResult, Update
+from services.trainer.backends.head import HeadChunk
 from services.trainer.backends.models import check_path_length, hidden_states, load_model, lora_layers
 from services.trainer.config import TrainerConfig
 from services.trainer.loss import LossSums, clipped_policy_loss
@@ -54,17 +55,21 @@ class TorchBackend:
         sums, difference = LossSums(), -1.0
         for start in range(0, len(leaf), self._rows_per_chunk()):
             part = slice(start, start + self._rows_per_chunk())
-            logprobs, entropy = self._logprobs(leaf[part], target_ids[part], temperature)
-            kind = logprobs.dtype
+            with self._autocast():
+                logits = self.model.get_output_embeddings()(leaf[part])
+            head = HeadChunk(logits.detach(), target_ids[part], temperature)
+            logprobs = head.logprobs.requires_grad_()
+            weights = per_target[part].to(logprobs.dtype)
             loss, part_sums = clipped_policy_loss(
                 logprobs,
-                behaviour[part].to(kind),
-                per_target[part, 0].to(kind),
-                per_target[part, 1].to(kind),
-                entropy,
+                behaviour[part].to(logprobs.dtype),
+                weights[:, 0],
+                weights[:, 1],
+                head.entropy,
                 self._config.loss,
             )
-            loss.backward()
+            (slope,) = torch.autograd.grad(loss, logprobs)
+            logits.backward(head.gradient(slope).to(logits.dtype))
             sums += part_sums
             compared = (logprobs.detach() - behaviour[part])[is_current[part]].abs()
             difference = max(difference, float(compared.max()) if len(compared) else -1.0)
@@ -151,16 +156,6 @@ class TorchBackend:
         for name, parameter in self._trainable.items():
             parameter.copy_(state[name])
         self._optimizer.load_state_dict(optimizer_state)
-
-    def _logprobs(self, rows: Tensor, target_ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies ``[rows]`` at ``temperature``, the latter without gradient."""
-        with self._autocast():
-            logits = self.model.get_output_embeddings()(rows)
-        logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
-        log_norm = logits.logsumexp(-1)
-        with torch.no_grad():
-            entropy = log_norm - ((logits - log_norm[:, None]).exp() * logits).sum(-1)
-        return logits.gather(-1, target_ids[:, None])[:, 0] - log_norm, entropy
 
     def _rows_per_chunk(self) -> int:
         vocab_size: int = self.model.config.get_text_config().vocab_size
