@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ray import serve
 from rich.console import Console
 
 from services.common.errors import ConfigError, JobError, NotFoundError, TidegateError
-from services.common.ids import make_cell_id
+from services.common.ids import RunId, make_cell_id, shard_of
 from services.common.names import (
     RAY_NAMESPACE,
     mailbox_actor,
@@ -42,7 +43,7 @@ from services.rollout.cell import RolloutCell
 from services.rollout.engine import engine_env
 from services.rollout.types import Sampling
 from services.scheduler.actor import JobScheduler
-from services.scheduler.types import JobStatus
+from services.scheduler.types import JobStatus, ResumeState, TrainingFailed
 from services.trainer.cell import run_training
 from services.trainer.mailbox import Mailbox
 from services.trajectory.actor import TrajectoryShard
@@ -63,12 +64,12 @@ def run_job(plan: Plan, console: Console) -> int:
                 ray_cluster(plan.config.ray) as own_cluster,
                 serve_ingress(plan.config.proxy.host, plan.config.proxy.port, own_cluster=own_cluster) as ingress_url,
             ):
-                status = _Job(plan, ingress_url, console).run()
+                snapshot = _Job(plan, ingress_url, console).run()
         except KeyboardInterrupt:
-            status = {"status": JobStatus.CANCELLED, "reason": "interrupted", "snapshot": {}}
+            snapshot = {"status": JobStatus.CANCELLED, "reason": "interrupted before it could end in good order"}
         except TidegateError as error:
-            status = {"status": JobStatus.FAILED, "reason": str(error), "snapshot": {}}
-        return _conclude(plan, console, status, time.monotonic() - started, peak())
+            snapshot = {"status": JobStatus.FAILED, "reason": str(error)}
+        return _conclude(plan, console, snapshot, time.monotonic() - started, peak())
 
 
 class _Job:
@@ -80,6 +81,7 @@ class _Job:
         self._ingress_url = ingress_url
         self._console = console
         self._token = plan.config.scheduler.grpc_token or secrets.token_urlsafe(32)
+        self._resume = plan.commit.resume if plan.commit else None
         self._actors: list[Any] = []
         self._cells: list[Any] = []
 
@@ -101,7 +103,7 @@ class _Job:
         self._start_shards()
         self._start_cells()
         mailbox_name = mailbox_actor(job_id, make_cell_id(0))
-        self._actor(Mailbox, mailbox_name, step_timeout_s=config.trainer.step_timeout_s)
+        self._actor(Mailbox, mailbox_name, config.trainer.step_timeout_s)
         training = ray.remote(num_cpus=0, max_retries=0)(run_training)
         self._training = training.remote(
             mailbox_name=mailbox_name,
@@ -147,12 +149,19 @@ class _Job:
                 config.trajectory,
                 str(plan.folder / "trajectory"),
                 str(plan.model_path),
-                Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=config.seed),
+                self._sampling(None),
                 config.rollout.engine.max_model_len,
                 as_ref=ray.put,
+                drop_equal_rewards=config.scheduler.on_equal_rewards == "drop",
+                eval_sampling=self._sampling(sampling.eval_temperature),
             )
-            if plan.commit is not None:
-                ray.get(shard.recover.remote(plan.commit.resume.step))
+            if self._resume is not None:
+                self._resume = _recover(shard, index, config.trajectory.num_shards, self._resume)
+
+    def _sampling(self, temperature: float | None) -> Sampling:
+        sampling = self._config.rollout.sampling
+        chosen = sampling.temperature if temperature is None else temperature
+        return Sampling(temperature=chosen, max_tokens=sampling.max_tokens, seed=self._config.seed)
 
     def _start_cells(self) -> None:
         plan, config = self._plan, self._config
@@ -201,18 +210,19 @@ class _Job:
             train_tasks=plan.train_tasks,
             heldout_tasks=plan.heldout_tasks,
             num_runners=num_runners,
-            ready=plan.commit.resume.ready if plan.commit else (),
+            ready=self._resume.ready if self._resume else (),
+            best_eval_reward=plan.commit.best_eval_reward if plan.commit else None,
         )
         return self._actor(
             JobScheduler,
             scheduler_actor(plan.job_id),
             plan.options,
             performer_factory=lambda: ClusterPerformer(surroundings),
-            resume=plan.commit.resume if plan.commit else None,
+            resume=self._resume,
+            job_dir=str(plan.folder),
             grpc_host=config.scheduler.grpc_host,
             grpc_port=config.scheduler.grpc_port,
             grpc_token=self._token,
-            folder=str(plan.folder),
         )
 
     def _write_access(self, address: str) -> None:
@@ -228,12 +238,11 @@ class _Job:
         deadline = None
         while True:
             try:
-                status = ray.get(scheduler.wait_done.remote(1.0))
-                snapshot = ray.get(scheduler.progress.remote())
+                snapshot = ray.get(scheduler.wait_done.remote(1.0))
                 steps = [line for line in read_metrics(self._plan.folder) if line["kind"] == "step"]
                 progress.show(snapshot, self._sampled_tokens(), steps[-1] if steps else None)
-                if status is not None:
-                    return {"status": status["status"], "reason": status["reason"], "snapshot": snapshot}
+                if snapshot["done"]:
+                    return snapshot
                 self._notice_dead_training(scheduler)
                 if deadline is not None and time.monotonic() > deadline:
                     raise JobError(f"the job did not end within {_CANCEL_TIMEOUT_S:.0f} s of being cancelled.")
@@ -262,7 +271,7 @@ class _Job:
             reason = "the training ranks ended by themselves"
         except ray.exceptions.RayError as error:
             reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
-        scheduler.training_failed.remote(reason)
+        scheduler.post.remote(TrainingFailed(reason))
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -277,7 +286,19 @@ class _Job:
                 ray.cancel(self._training, force=True)
 
 
-def _conclude(plan: Plan, console: Console, status: dict[str, Any], wall_s: float, peak_rss_bytes: int) -> int:
+def _recover(shard: Any, index: int, num_shards: int, resume: ResumeState) -> ResumeState:
+    """Bring a shard's store to the commit record: what is ready there and here stays, the rest is dispatched anew."""
+    recovered = {result.group_id for result in ray.get(shard.recover.remote(resume.step))}
+    mine = {
+        group.spec.group_id for group in resume.ready if shard_of(RunId(group.spec.run_ids[0]), num_shards) == index
+    }
+    for group_id in recovered - mine:
+        ray.get(shard.drop_group.remote(group_id, "not in the checkpoint from which the job was resumed"))
+    lost = mine - recovered
+    return replace(resume, ready=tuple(group for group in resume.ready if group.spec.group_id not in lost))
+
+
+def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: float, peak_rss_bytes: int) -> int:
     """Write what remains and show it."""
     try:
         runs = list_runs(str(plan.folder / "trajectory"))
@@ -287,10 +308,10 @@ def _conclude(plan: Plan, console: Console, status: dict[str, Any], wall_s: floa
     scored = sum(count for outcome, count in outcomes.items() if OUTCOME_TABLE[outcome].counted)
     summary = make_summary(
         job_id=plan.job_id,
-        status=str(status["status"]),
-        reason=status["reason"],
+        status=str(snapshot["status"]),
+        reason=snapshot["reason"],
         folder=plan.folder,
-        snapshot=status["snapshot"],
+        snapshot=snapshot,
         runs={
             "finished": scored,
             "failed": sum(outcomes.values()) - scored,
@@ -303,9 +324,9 @@ def _conclude(plan: Plan, console: Console, status: dict[str, Any], wall_s: floa
     write_json(plan.folder / "summary.json", summary)
     plot_reward(plan.folder, plan.job_id)
     console.print(summary_table(summary, plan.folder))
-    code = _EXIT_CODES[JobStatus(status["status"])]
+    code = _EXIT_CODES[JobStatus(snapshot["status"])]
     if code == 1:
-        Console(stderr=True).print(f"error: {status['reason']}", style="red", markup=False, highlight=False)
+        Console(stderr=True).print(f"error: {snapshot['reason']}", style="red", markup=False, highlight=False)
     return code
 
 

@@ -52,7 +52,9 @@ from services.scheduler.types import (
     TrainingFailed,
     TrainStep,
 )
-from services.trainer import mailbox as training
+from services.trainer.commands import Publish
+from services.trainer.commands import SaveCheckpoint as SaveOnRanks
+from services.trainer.commands import TrainStep as TrainOnRanks
 from services.trainer.types import StepReport, WeightManifest
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import GroupResult, GroupSpec
@@ -78,6 +80,8 @@ class Surroundings:
     num_runners: int
     ready: tuple[ReadyGroup, ...] = ()
     """Groups that a resumed job starts with."""
+    best_eval_reward: float | None = None
+    """The best held-out reward that a resumed job had before."""
 
 
 class ClusterPerformer:
@@ -94,7 +98,7 @@ class ClusterPerformer:
         self._mailbox = _actor(mailbox_actor(job_id, make_cell_id(0)))
         self._clients: dict[str, CellClient] = {}
         self._specs: dict[str, GroupSpec] = {group.spec.group_id: group.spec for group in surroundings.ready}
-        self._rewards: dict[str, GroupResult] = {}
+        self._best_eval_reward = surroundings.best_eval_reward
         self._manifest: WeightManifest | None = None
         self._recorder = Recorder(
             self._folder, job_id, self._config.output.wandb_project, self._config.model_dump(mode="json")
@@ -177,9 +181,8 @@ class ClusterPerformer:
                 detail=f"the runner died: {_first_line(error)}",
             )
         await shard.close_attempt.remote(action.run_id, action.attempt)
-        await shard.finish_run.remote(result)
-        metric("tidegate_runs_total").inc(1, job=self._at.job_id, outcome=result.outcome)
-        emit(RunEnded(action.run_id, action.attempt, result.outcome, result.reward, result.detail))
+        outcome: Outcome = await shard.finish_run.remote(result)
+        emit(RunEnded(action.run_id, action.attempt, outcome, result.reward, result.detail))
 
     async def _score(self, group_id: str, emit: Emit) -> None:
         result: GroupResult = await self._shard(group_id).finish_group.remote(group_id)
@@ -221,7 +224,7 @@ class ClusterPerformer:
 
     async def _publish(self, action: PublishWeights, emit: Emit) -> None:
         if self._manifest is None or self._manifest.version != action.version:
-            self._manifest = await self._mailbox.submit.remote(training.Publish(action.version))
+            self._manifest = await self._mailbox.submit.remote(Publish(action.version))
         manifest = self._manifest
         assert manifest is not None
         for cell_id in action.cell_ids:
@@ -233,7 +236,6 @@ class ClusterPerformer:
                 continue
             self._note_update(action.version, result)
             emit(CellServing(cell_id, action.version) if result.ok else CellStale(cell_id, result.reason))
-        metric("tidegate_version").set(action.version, job=self._at.job_id)
         emit(PublicationEnded(action.version))
 
     def _note_update(self, version: int, result: UpdateResult) -> None:
@@ -250,14 +252,19 @@ class ClusterPerformer:
         labels = {"job": self._at.job_id, "cell": result.cell_id}
         metric("tidegate_publish_seconds").observe(result.seconds, **labels)
         metric("tidegate_publish_bytes_total").inc(result.size_bytes, transport=result.transport, **labels)
-        if not result.ok:
-            metric("tidegate_cell_stale_total").inc(1, **labels)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     async def _train(self, action: TrainStep, emit: Emit) -> None:
-        refs = [self._shard(group_id).micro_steps.remote(group_id) for group_id in action.group_ids]
-        command = training.TrainStep(step=action.step, version=action.version, micro_steps=refs)
+        micro_steps = [
+            ref for group_id in action.group_ids for ref in await self._shard(group_id).micro_steps.remote(group_id)
+        ]
+        command = TrainOnRanks(
+            step=action.step,
+            version=action.version if action.version == action.step - 1 else -1,
+            temperature=self._config.rollout.sampling.temperature,
+            micro_steps=tuple(ref for group in refs for ref in group),
+        )
         try:
             report: StepReport = await self._mailbox.submit.remote(command)
         except (RayError, TidegateError) as error:
@@ -267,14 +274,16 @@ class ClusterPerformer:
             await shard.mark_trained.remote(list(action.group_ids), action.step)
         staleness = [action.step - 1 - self._specs.pop(group_id).version for group_id in action.group_ids]
         self._recorder.step_trained(report, version=action.version, staleness_steps=staleness)
-        metric("tidegate_step").set(action.step, job=self._at.job_id)
         emit(StepTrained(action.step, report.num_tokens, report.num_targets, report.seconds))
 
     async def _save(self, action: SaveCheckpoint, emit: Emit) -> None:
-        checkpoint = await self._mailbox.submit.remote(
-            training.SaveCheckpoint(step=action.step, version=action.resume.version, eval_reward=action.eval_reward)
-        )
-        write_commit(self._folder, Commit(checkpoint=Path(checkpoint).name, resume=action.resume))
+        reward, best = action.eval_reward, self._best_eval_reward
+        is_best = reward is not None and (best is None or reward > best)
+        command = SaveOnRanks(step=action.step, version=action.resume.version, is_best=is_best)
+        checkpoint = await self._mailbox.submit.remote(command)
+        if is_best:
+            self._best_eval_reward = reward
+        write_commit(self._folder, Commit(Path(checkpoint).name, action.resume, self._best_eval_reward))
         emit(CheckpointSaved(action.step))
 
 

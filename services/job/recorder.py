@@ -61,8 +61,6 @@ class Recorder:
             **report.extra,
         }
         self._write("step", report.step, line)
-        if mean is not None:
-            metric("tidegate_reward_mean").set(mean, job=self._job_id)
         metric("tidegate_train_tokens_total").inc(report.num_tokens, job=self._job_id)
         metric("tidegate_train_step_seconds").observe(report.seconds, job=self._job_id)
         metric("tidegate_grad_norm").set(report.grad_norm, job=self._job_id)
