@@ -1,0 +1,183 @@
+"""The shell around the core: real gRPC on loopback, an ideal performer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from services.common.errors import ConfigError, EngineError
+from services.scheduler import actor as actor_module
+from services.scheduler.actor import JobScheduler
+from services.scheduler.codec import decode
+from services.scheduler.state import JobState
+from services.scheduler.types import (
+    Action,
+    CellDrained,
+    CellJoined,
+    Event,
+    GroupScored,
+    OpenGroup,
+    RunStarted,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    TrainStep,
+)
+from tests.unit.scheduler.live import IdealPerformer
+from tests.unit.scheduler.world import group_result, options
+
+TOKEN = "token-of-this-test"
+
+
+async def started(job, performer, tmp_path, **more) -> JobScheduler:
+    scheduler = JobScheduler(job, performer, job_dir=str(tmp_path), grpc_token=TOKEN, **more)
+    await scheduler.start()
+    for index in range(job.num_cells):
+        await scheduler.post(CellJoined(f"cell-{index}", 4, index == 0))
+    return scheduler
+
+
+@pytest.fixture
+async def performer() -> IdealPerformer:
+    return IdealPerformer()
+
+
+async def test_a_job_runs_to_its_end(performer, tmp_path) -> None:
+    job = options(steps=3, eval_task_names=("e0",), eval_every=2, eval_at_start=True, eval_at_end=True)
+    scheduler = await started(job, performer, tmp_path)
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["done"]
+    assert status["status"] == "finished"
+    assert status["step"] == 3
+    assert status["train_tokens"] == 21
+    assert status["evaluation"]["last_step"] == 3
+    assert performer.finish.status == "finished"
+    assert performer.performed[-1] is performer.finish
+    final = performer.did(SaveCheckpoint)[-1]
+    assert final.is_final
+    assert final.eval_reward == 0.5
+
+
+async def test_wait_done_returns_at_its_timeout(performer, tmp_path) -> None:
+    performer.hold.clear()
+    scheduler = await started(options(), performer, tmp_path)
+    assert not (await scheduler.wait_done(0.01))["done"]
+    performer.hold.set()
+    assert (await scheduler.wait_done(30))["done"]
+    await scheduler.close()
+
+
+async def test_the_event_log_replays_to_the_same_decisions(performer, tmp_path) -> None:
+    scheduler = await started(options(steps=4, steps_per_burst=2), performer, tmp_path)
+    await scheduler.wait_done(30)
+    await scheduler.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["sequence"] for line in lines] == list(range(1, len(lines) + 1))
+    assert lines[0]["kind"] == "JobStarted"
+    state = JobState(decode(lines[0]["payload"]["options"]))
+    for line in lines[1:]:
+        decisions = state.handle(decode(line["payload"]), line["at_s"])
+        logged = [(decode(made["payload"]), made["reason"]) for made in line["decisions"]]
+        assert [(decision.action, decision.reason) for decision in decisions] == logged
+    assert state.status == "finished"
+
+
+async def test_a_resumed_job_continues_the_log_and_the_counts(performer, tmp_path) -> None:
+    scheduler = await started(options(steps=2), performer, tmp_path)
+    await scheduler.wait_done(30)
+    await scheduler.close()
+    saved = performer.did(SaveCheckpoint)[-1].resume
+    assert saved.step == 2
+    again = IdealPerformer()
+    scheduler = await started(options(steps=4), again, tmp_path, resume=saved)
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["status"] == "finished"
+    assert [action.step for action in again.did(TrainStep)] == [3, 4]
+    assert not {a.spec.group_id for a in again.did(OpenGroup)} & {a.spec.group_id for a in performer.did(OpenGroup)}
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["sequence"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+async def test_a_failing_step_fails_the_job_with_its_reason(performer, tmp_path) -> None:
+    performer.fails[TrainStep] = EngineError("the rank died.", "Look into its log.")
+    scheduler = await started(options(), performer, tmp_path)
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["status"] == "failed"
+    assert "the rank died. Look into its log." in status["reason"]
+
+
+class NoRunnerPerformer(IdealPerformer):
+    """No run can be started; so no group has a counted run."""
+
+    def answers(self, action: Action) -> list[Event]:
+        if isinstance(action, ScoreGroup):
+            return [GroupScored(group_result(action.group_id, ready=False, reason="no counted run"))]
+        return super().answers(action)
+
+
+async def test_runs_that_cannot_be_started_are_retried_then_lost(tmp_path) -> None:
+    performer = NoRunnerPerformer()
+    performer.fails[StartRun] = RuntimeError("no runner")
+    scheduler = await started(options(max_lost_groups=1), performer, tmp_path)
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["status"] == "failed"
+    assert status["reason"] == "2 groups were lost, max_lost_groups is 1; the last one: no counted run"
+    assert status["retries"]["runner_loss"] >= 2 * 2 * 2
+    assert status["water_level"] == 0
+
+
+async def test_an_impossible_event_fails_the_job_with_the_history(performer, tmp_path) -> None:
+    performer.hold.clear()
+    scheduler = await started(options(), performer, tmp_path)
+    await scheduler.post(CellDrained("cell-1"))
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["status"] == "failed"
+    assert "cell-1 completed a switch" in status["reason"]
+    assert "CellJoined(cell_id='cell-1'" in status["reason"]
+    assert performer.finish.status == "failed"
+
+
+async def test_a_fault_of_the_core_itself_fails_the_job(performer, tmp_path) -> None:
+    performer.hold.clear()
+    scheduler = await started(options(), performer, tmp_path)
+    await scheduler.post(RunStarted("not-an-id", 0))
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["status"] == "failed"
+    assert "ValueError" in status["reason"]
+
+
+async def test_cancel_ends_the_job_and_saves_what_was_trained(performer, tmp_path) -> None:
+    scheduler = await started(options(steps=1000, checkpoint_every=10_000), performer, tmp_path)
+    async with asyncio.timeout(30):
+        async for event in scheduler.watch_events(0):
+            if event.kind == "StepTrained" and event.payload["step"] >= 2:
+                break
+    await scheduler.cancel("enough")
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["status"] == "cancelled"
+    assert status["reason"] == "enough"
+    [saved] = performer.did(SaveCheckpoint)
+    assert saved.step == status["step"]
+
+
+async def test_an_action_that_hangs_does_not_keep_the_job_from_ending(performer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(actor_module, "FINISH_TIMEOUT_S", 0.05)
+    performer.hold.clear()
+    scheduler = await started(options(), performer, tmp_path)
+    await scheduler.post(CellDrained("cell-1"))
+    assert (await scheduler.wait_done(30))["done"]
+    await scheduler.close()
+
+
+def test_a_scheduler_without_a_performer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="performer"):
+        JobScheduler(options())
