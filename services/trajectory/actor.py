@@ -96,6 +96,7 @@ class TrajectoryShard:
         self._writer = ThreadPoolExecutor(1, f"shard-{index}-store")
         self._tokenizer = ThreadPoolExecutor(1, f"shard-{index}-tokenizer")  # tokenizers are not thread-safe
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
         self._groups: dict[str, _Group] = {}
         for stored in self._store.live_groups():
             self._groups[stored.spec.group_id] = self._load(stored)
@@ -113,16 +114,22 @@ class TrajectoryShard:
         self._groups[spec.group_id] = _Group(spec, {run_id: _Run(run_id) for run_id in spec.run_ids})
 
     async def open_attempt(self, run_id: str, attempt: int) -> str:
-        """Start an attempt of a run; the key that its calls must carry until ``close_attempt``."""
+        """Start an attempt of a run; the key that its calls must carry until ``close_attempt``.
+
+        Opening an unfinished attempt again gives it a new key and keeps its calls.
+        """
         run = self._live_run(run_id)
         key = f"{run_id}.{secrets.token_hex(16)}"
         async with run.lock:
-            if run.log is not None:
-                if attempt < run.log.attempt:
-                    raise InvariantError(f"run {run_id} is at attempt {run.log.attempt}; {attempt} cannot be opened")
-                run.log.close()
-            log = AttemptLog(run_id, attempt, _hash(key))
+            log = run.log
+            if log is None or log.attempt < attempt:
+                log = AttemptLog(run_id, attempt, None)
+            elif log.attempt > attempt or run.result is not None:
+                raise InvariantError(f"attempt {attempt} of run {run_id} is over", f"the newest is {log.attempt}")
             await self._in_writer(self._store.open_attempt, run_id, attempt, _hash(key))
+            if run.log is not None and run.log is not log:
+                run.log.close()
+            log.key_hash = _hash(key)
             run.log, run.result = log, None
         return key
 
@@ -268,7 +275,10 @@ class TrajectoryShard:
             logger.info("call %s was abandoned: %s", call_id, reason)
 
     async def close(self) -> None:
-        """Finish what is being written and close the store."""
+        """Finish what is being written and close the store. Closing twice changes nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._in_writer(self._store.close)
         self._writer.shutdown()
@@ -310,7 +320,8 @@ class TrajectoryShard:
                 raise AccessError(f"attempt {record.attempt} of run {record.run_id} is closed.")
             check_record(record)
             row = log.row(record)
-            await self._in_writer(self._store.append_call, row)
+            if not await self._in_writer(self._store.append_call, row):
+                raise InvariantError(f"the store holds another call {record.call_id}", f"attempt {log.attempt}")
             log.complete(row)
 
     async def _settle(self, group: _Group) -> Settlement:

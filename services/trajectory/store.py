@@ -227,13 +227,12 @@ class Store:
 
     # -- calls --
 
-    def append_call(self, row: CallRow) -> None:
-        """Store a call; storing it again changes nothing."""
+    def append_call(self, row: CallRow) -> bool:
+        """Store a call. False, and nothing changed, if a call of this id is stored already."""
         columns = columns_of(row)
-        self._db.execute(
-            f"INSERT INTO calls VALUES ({', '.join(f':{name}' for name in columns)}) ON CONFLICT (call_id) DO NOTHING",
-            columns,
-        )
+        places = ", ".join(f":{name}" for name in columns)
+        stored = self._db.execute(f"INSERT INTO calls VALUES ({places}) ON CONFLICT (call_id) DO NOTHING", columns)
+        return stored.rowcount == 1
 
     def summaries(self, filters: RunFilter) -> list[RunSummary]:
         """This shard's runs, in order of dispatch. May be called from any thread: it reads on its own."""

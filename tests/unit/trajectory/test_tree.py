@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given
 
@@ -109,7 +108,7 @@ def test_any_tree_holds_every_call_and_each_sampled_token_once(calls: list[TreeC
 
 def test_appending_behind_a_long_history_costs_no_more_than_behind_a_short_one() -> None:
     def seconds_per_append(history: int) -> float:
-        tree = make_tree(make_call("c0", None, np.zeros(history, dtype=np.int32), [1]))
+        tree = make_tree(make_call("c0", None, [0] * history, [1]))
         best = float("inf")
         for repeat in range(20):
             started = time.perf_counter()
