@@ -1,0 +1,60 @@
+"""What the training ranks of a cell are told to do, and how they are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """Take the ``step``-th optimizer step of the job (they count from 1). Answered by a ``StepReport``."""
+
+    step: int
+    version: int
+    """Version of the weights that the step starts from, if they were published, else -1: the targets that they
+    sampled are compared with the engine."""
+    temperature: float
+    """Of the sampling: log-probabilities are those of ``logits / temperature``."""
+    micro_steps: tuple[Any, ...]
+    """``MicroStep``s or Ray object refs of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Expose the current weights as ``version``. Answered by a ``WeightManifest``.
+
+    The buffer is the same for every version: publish the next one only after all pulls of this one have ended.
+    """
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """Save weights, optimizer and random states. Answered by the checkpoint's folder."""
+
+    step: int
+    version: int
+    is_best: bool = False
+    """Also export the current weights as a Hugging Face folder, and keep this checkpoint beside the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the training ranks in good order. Answered by None."""
+
+
+Command = TrainStep | Publish | SaveCheckpoint | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A command as one rank gets it."""
+
+    order_id: int
+    command: Command
+    claims: tuple[int, ...] = ()
+    """Indices into ``TrainStep.micro_steps`` that this rank takes."""
+    num_claims: int = 0
+    """Micro-steps of the step, over all ranks."""
