@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.common.ids import JobId, RunId, group_of
@@ -66,14 +65,12 @@ def create_app(
         table = backends.routes.table
         return JSONResponse({"status": "ok", "job_id": job_id, "epoch": table.epoch, "num_cells": len(table.cells)})
 
-    @app.head("/{path:path}")
-    async def probe() -> Response:
-        return Response()
-
-    @app.exception_handler(HTTPException)
-    async def unknown_path(_request: Request, error: HTTPException) -> Response:
-        known = openai_chat.method_not_allowed() if error.status_code == 405 else openai_chat.not_found()
-        return error_response(known)
+    @app.api_route("/{path:path}", methods=["HEAD", "GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+    async def anything_else(request: Request) -> Response:
+        if request.method == "HEAD":  # some harnesses probe their base URL
+            return Response()
+        known = request.url.path.endswith(("/chat/completions", "/models"))
+        return error_response(openai_chat.method_not_allowed() if known else openai_chat.not_found())
 
     return app
 

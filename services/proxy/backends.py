@@ -81,7 +81,8 @@ class Routes:
         if self._table.epoch > epoch:
             return
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 can swallow a cancellation
+                await self._changed.wait()
         except TimeoutError:
             return
 

@@ -140,7 +140,8 @@ class CallResponse(Response):
     async def _next_piece(self) -> Piece | Exception | None:
         """The next piece; None if the call has been silent for too long."""
         try:
-            return await asyncio.wait_for(self._pieces.get(), self._keep_alive_s)
+            async with asyncio.timeout(self._keep_alive_s):  # wait_for of Python 3.11 can swallow a cancellation
+                return await self._pieces.get()
         except TimeoutError:
             return None
 

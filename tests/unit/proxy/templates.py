@@ -56,7 +56,8 @@ STRICT_TOOLS = """\
 {%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
 {{- raise_exception('a tool message must follow its call') }}
 {%- endif %}
-{%- if m.role == 'assistant' %} {{ m.content }}{% for c in m.tool_calls or [] %}[CALL]{{ c.function.name }}{% endfor %}<|im_end|>
+{%- if m.role == 'assistant' %} {{ m.content }}
+{%- for c in m.tool_calls or [] %}[CALL]{{ c.function.name }}{% endfor %}<|im_end|>
 {%- else %}[{{ m.role }}] {{ m.content }} [/{{ m.role }}]
 {%- endif %}
 {%- endfor %}"""
