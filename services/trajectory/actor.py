@@ -104,9 +104,13 @@ class TrajectoryShard:
     # -- groups and attempts --
 
     async def open_group(self, spec: GroupSpec) -> None:
-        """Take in a group. A group of the same id that is not live any more is replaced, its runs deleted."""
+        """Take in a group. Opening it again changes nothing.
+
+        What the store has of a dropped, lost or cancelled group of the same id is deleted: a job that is resumed
+        gives the ids of groups that its checkpoint does not know to new ones.
+        """
         group = self._groups.get(spec.group_id)
-        if group is not None and group.settlement is None:
+        if group is not None:
             if group.spec != spec:
                 raise InvariantError(f"group {spec.group_id} is open already", f"as {group.spec}, now {spec}")
             return
