@@ -256,9 +256,9 @@ class ClusterPerformer:
     # -- training -----------------------------------------------------------------------------------------------------
 
     async def _train(self, action: TrainStep, emit: Emit) -> None:
-        micro_steps = [
-            ref for group_id in action.group_ids for ref in await self._shard(group_id).micro_steps.remote(group_id)
-        ]
+        refs = await asyncio.gather(
+            *(self._shard(group_id).micro_steps.remote(group_id) for group_id in action.group_ids)
+        )
         command = TrainOnRanks(
             step=action.step,
             version=action.version if action.version == action.step - 1 else -1,

@@ -98,7 +98,7 @@ class JobScheduler:
         self.log.start(self._clock(), self._options, self._resume)
         host, port, token = self._grpc_address
         self._server, address = await serve_scheduler(self, host=host, port=port, token=token)
-        self._workers = [asyncio.create_task(self._consume()), asyncio.create_task(self._tick())]
+        self._workers = [asyncio.create_task(work()) for work in (self._consume, self._tick, self._attend)]
         return address
 
     async def post(self, event: Event) -> None:
@@ -177,6 +177,13 @@ class JobScheduler:
         while True:
             await asyncio.sleep(TICK_S)
             self._emit(Tick())
+
+    async def _attend(self) -> None:
+        try:
+            await self._performer.attend(self._emit)
+        except Exception as error:
+            logger.exception("nobody watches the cells any more")
+            self._emit(CancelRequested(f"watching the cells failed: {error}"))
 
     async def _consume(self) -> None:
         while not self._state.status.is_final:

@@ -354,6 +354,9 @@ class Performer(Protocol):
         becomes ``ActionFailed``.
         """
 
+    async def attend(self, emit: Callable[[Event], None]) -> None:
+        """Emit what happens without an action: cells that join, die and come back. Cancelled with the scheduler."""
+
 
 # -- start and resume -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from services.proxy.renderer import load_renderer
 from services.proxy.session import Prompt, Renderer, StoredCall, build_prompt, match
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import RunResult, Sampling
-from services.trainer.types import MicroStep
 from services.trajectory.config import TrajectoryConfig
 from services.trajectory.live import AttemptLog
 from services.trajectory.microstep import build_micro_steps
@@ -73,7 +72,7 @@ class TrajectoryShard:
         model_path: str,
         sampling: Sampling,
         max_model_len: int,
-        as_ref: Callable[[TokenIds], Any] | None = None,
+        as_ref: Callable[[Any], Any] | None = None,
         *,
         drop_equal_rewards: bool = True,
         eval_sampling: Sampling | None = None,
@@ -186,13 +185,14 @@ class TrajectoryShard:
             settlement = group.settlement or await self._settle(group)
         return settlement.result
 
-    async def micro_steps(self, group_id: str) -> list[MicroStep]:
-        """The micro-steps of a ready group, the same ones each time."""
+    async def micro_steps(self, group_id: str) -> list[Any]:
+        """The micro-steps of a ready group, the same ones each time; as ``as_ref`` makes them."""
         group = self._groups.get(group_id)
         if group is None or group.settlement is None or not group.settlement.result.ready:
             raise NotFoundError(f"group {group_id} is not ready to be trained.", "See the answer of finish_group.")
         runs = group.settlement.runs
-        return await asyncio.to_thread(build_micro_steps, group_id, runs, self._config.micro_step_tokens)
+        steps = await asyncio.to_thread(build_micro_steps, group_id, runs, self._config.micro_step_tokens)
+        return [step if self._as_ref is None else self._as_ref(step) for step in steps]
 
     async def mark_trained(self, group_ids: Sequence[str], step: int) -> None:
         """Note that groups were trained by optimizer step ``step``, and let go of their trees."""

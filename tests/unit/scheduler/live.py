@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from services.common.types import CellRole
 from services.scheduler.types import (
@@ -30,6 +31,8 @@ from services.scheduler.types import (
 from services.trajectory.outcome import Outcome
 from tests.unit.scheduler.world import group_result
 
+ActionT = TypeVar("ActionT", bound=Action)
+
 
 class IdealPerformer:
     """Answers every action at once. Steps wait for ``hold``; actions of a type in ``fails`` raise its error."""
@@ -40,6 +43,9 @@ class IdealPerformer:
         self.hold = asyncio.Event()
         self.hold.set()
         self.fails: dict[type, Exception] = {}
+
+    async def attend(self, emit: Callable[[Event], None]) -> None:
+        """Nothing happens by itself in an ideal world."""
 
     async def perform(self, action: Action, emit: Callable[[Event], None]) -> None:
         if type(action) in self.fails:
@@ -70,7 +76,7 @@ class IdealPerformer:
                 return [CheckpointSaved(step)]
         return []
 
-    def did(self, kind: type) -> list[Action]:
+    def did(self, kind: type[ActionT]) -> list[ActionT]:
         return [action for action in self.performed if isinstance(action, kind)]
 
     @property
