@@ -290,7 +290,7 @@ class RolloutCell:
         await self._leave_engine(set(calls))
 
     async def _leave_engine(self, calls: set[_Call]) -> None:
-        """Abort the requests of calls in the engine. What they had sampled still reaches their callers, in their time."""
+        """Abort the requests of calls in the engine. What they had sampled still reaches their callers."""
         for request_id in [call.in_engine for call in calls if call.in_engine is not None]:
             await self._engine.abort(request_id)
 

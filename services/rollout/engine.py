@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -277,6 +278,7 @@ class Engine:
         if self._llm is not None:
             self._llm.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
             self._llm = None
+            gc.collect()  # vLLM's destructor shuts down once more, which fails noisily when the interpreter ends
 
     def _kill_children(self, others: set[int]) -> None:
         """End what a start that failed left behind: every child of this process but ``others``."""

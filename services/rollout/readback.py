@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,8 @@ def load(model: nn.Module, vllm_config: Any, weights: dict[str, torch.Tensor]) -
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    # it warns of every layer that is loaded under another name or has nothing to load; read_back knows which matter
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     recording = Recording(name_of_data={tensor.data_ptr(): name for name, tensor in weights.items()})
     with set_current_vllm_config(vllm_config):
         initialize_layerwise_reload(model)

@@ -1,0 +1,44 @@
+"""What an engine needs of its surroundings, without starting one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from services.rollout.cell import call_seed
+from services.rollout.config import CellsConfig, EngineConfig, RolloutConfig
+from services.rollout.engine import engine_env
+
+
+def test_no_cpu_setting_reaches_a_gpu_cell() -> None:
+    env = engine_env(RolloutConfig(cells=CellsConfig(gpus_per_cell=1)), 0)
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert not {"OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"} & env.keys()
+
+
+def test_cpu_cells_are_not_bound_to_one_core() -> None:
+    env = engine_env(RolloutConfig(engine=EngineConfig(num_threads=3)), 1)
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert env["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_cell_can_be_imported_without_vllm() -> None:
+    program = "import sys, services.rollout.cell; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_calls_of_a_group_get_different_seeds_and_a_call_always_the_same() -> None:
+    first, second = call_seed(7, "g000000-r0-a0-c0", 0), call_seed(7, "g000000-r1-a0-c0", 0)
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert first == call_seed(7, "g000000-r0-a0-c0", 0)
+    assert 0 <= first < 1 << 63
+
+
+def test_a_call_that_goes_on_does_not_draw_the_same_numbers_again() -> None:
+    assert call_seed(7, "g000000-r0-a0-c0", 0) != call_seed(7, "g000000-r0-a0-c0", 5)
+
+
+def test_no_seed_stays_none() -> None:
+    assert call_seed(None, "g000000-r0-a0-c0", 0) is None
