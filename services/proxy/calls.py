@@ -74,11 +74,6 @@ class Answer:
         if finished:
             self.finish_reason = str(chunk.finish_reason)
 
-    def finish(self, finish_reason: str) -> None:
-        """Finish it with no further token."""
-        self.texts.append("")
-        self.finish_reason = finish_reason
-
     def _add_version(self, span: VersionSpan) -> None:
         if self.version_spans and self.version_spans[-1].version == span.version:
             span = VersionSpan(span.version, self.version_spans.pop().num_tokens + span.num_tokens)
@@ -153,9 +148,6 @@ class CallServer:
         failed: dict[str, int] = {}  # cell id -> epoch of the table by which it was chosen
         retry_s = _RETRY_S
         while not answer.finish_reason:
-            if len(answer.token_ids) >= ticket.sampling.max_tokens:  # its cell was lost at the very last token
-                answer.finish("length")
-                return
             table = self._backends.routes.table
             excluded = [cell_id for cell_id, epoch in failed.items() if epoch >= table.epoch]
             route, reason = choose_cell(table, ticket.run_id, excluded)
@@ -168,7 +160,6 @@ class CallServer:
             await self._generate_at(route, ticket, answer, emit)
             if not answer.finish_reason:
                 failed[route.cell_id] = table.epoch
-                metric("tidegate_call_moves_total").inc(1, job=str(self._job_id))
 
     async def _generate_at(self, route: CellRoute, ticket: CallTicket, answer: Answer, emit: Emit) -> None:
         """Stream from one cell. Returns with no finish reason set if the call must go on elsewhere."""
@@ -211,6 +202,7 @@ class CallServer:
     def _count(self, ticket: CallTicket, request: CanonicalRequest, answer: Answer, seconds: float) -> None:
         job = str(self._job_id)
         metric("tidegate_calls_total").inc(1, job=job, dialect=request.dialect, finish_reason=answer.finish_reason)
+        metric("tidegate_call_moves_total").inc(len(answer.cells) - 1, job=job)
         metric("tidegate_call_seconds").observe(seconds, job=job)
         metric("tidegate_prompt_tokens_total").inc(ticket.num_prompt_tokens, job=job)
         metric("tidegate_prompt_tokens_new_total").inc(ticket.num_new_tokens, job=job)

@@ -16,6 +16,7 @@ from services.common.errors import (
     AccessError,
     ContextLengthError,
     JobError,
+    NotFoundError,
     RequestError,
 )
 from services.proxy.calls import Emit, Piece
@@ -44,7 +45,7 @@ def refusal_of(error: Exception) -> DialectError:
         return openai_chat.context_length_exceeded(error.num_prompt_tokens, error.max_model_len)
     if isinstance(error, RequestError):
         return openai_chat.error(400, error.message, param="messages")
-    if isinstance(error, JobError):
+    if isinstance(error, JobError | NotFoundError):  # lost on our side; the same request may work in a moment
         return openai_chat.overloaded()
     return openai_chat.server_error()
 

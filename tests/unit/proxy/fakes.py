@@ -30,7 +30,7 @@ def word(index: int) -> str:
 class FakeShard:
     """Hands out tickets for known keys and keeps what it is given."""
 
-    keys: set[str] = field(default_factory=lambda: {KEY})
+    keys: set[str] = field(default_factory=lambda: {KEY}, repr=False)
     max_tokens: int = 5
     num_prompt_tokens: int = 11
     max_model_len: int = 4096
@@ -85,6 +85,8 @@ class FakeCell:
     async def generate(self, request: GenerateRequest, prompt_ref: Any) -> AsyncGenerator[GenerateChunk, None]:
         self.requests.append(request)
         self.prompts.append(prompt_ref)
+        if len(request.generated_ids) == request.sampling.max_tokens:
+            yield GenerateChunk((), (), "", self.version, "length")
         for made, index in enumerate(range(len(request.generated_ids), request.sampling.max_tokens)):
             if made == self.dies_after:
                 raise EngineError("the cell is lost.")

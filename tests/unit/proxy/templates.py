@@ -97,11 +97,14 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    """A tokenizer that ends turns with ``<|im_end|>`` (id 2); id 0 is ``<|endoftext|>``."""
+    made = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = template
+    return made
+
+
 @functools.cache
 def renderer(template: str = CHATML) -> HfRenderer:
-    """A renderer with ``<|im_end|>`` as the tokenizer's end of turn, and ``<|endoftext|>`` as a further one."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(), eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.chat_template = template
-    return HfRenderer(tokenizer, end_of_turn_ids=[0])
+    """A renderer of a template; ``<|endoftext|>`` too ends an answer."""
+    return HfRenderer(tokenizer(template), end_of_turn_ids=[0])

@@ -176,8 +176,9 @@ async def test_call_whose_cell_was_lost_at_the_very_last_token_is_finished(serve
             # ends without a finish reason
 
     shard = FakeShard()
-    async with serve(FakeBackends(shard, a=AtTheEnd())) as server:
+    async with serve(FakeBackends(shard, a=AtTheEnd(), b=FakeCell())) as server:
         answer = (await server.post()).json()
+    assert shard.records[0].output_ids.tolist() == [0, 1, 2, 3, 4]
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["choices"][0]["message"]["content"] == WHOLE
 

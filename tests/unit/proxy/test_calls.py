@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common.errors import AccessError, EngineError
+from services.common.ids import JobId
+from services.common.types import VersionSpan
+from services.proxy.calls import Answer, CallFailedError, CallServer, Piece
+from services.proxy.types import CanonicalRequest, Message
+from services.rollout.types import GenerateChunk
+from tests.unit.proxy.conftest import until
+from tests.unit.proxy.fakes import KEY, RUN, FakeBackends, FakeCell, FakeShard, word
+
+REQUEST = CanonicalRequest("openai_chat", "m", (Message("user", "hi"),))
+
+
+def chunk(num_tokens: int, version: int, reason: str | None = None) -> GenerateChunk:
+    return GenerateChunk(tuple(range(num_tokens)), (-1.0,) * num_tokens, "x" * num_tokens, version, reason)
+
+
+def test_neighbouring_tokens_of_one_version_make_one_span() -> None:
+    answer = Answer()
+    for cell, piece in [("a", chunk(2, 1)), ("a", chunk(1, 1)), ("a", chunk(3, 2)), ("b", chunk(0, 3, "abort"))]:
+        answer.add(piece, cell)
+    answer.add(chunk(1, 2, "stop"), "c")
+    assert answer.version_spans == [VersionSpan(1, 3), VersionSpan(2, 4)]
+    assert sum(span.num_tokens for span in answer.version_spans) == len(answer.token_ids) == len(answer.logprobs)
+    assert answer.cells == ["a", "c"]  # b made nothing
+    assert (answer.text, answer.finish_reason) == ("x" * 7, "stop")
+
+
+def test_cached_tokens_are_those_of_the_cell_that_began() -> None:
+    answer = Answer()
+    answer.add(GenerateChunk((1,), (0.0,), "", 1, None, 32), "a")
+    answer.add(GenerateChunk((2,), (0.0,), "", 1, "stop", 64), "b")
+    assert answer.num_cached_tokens == 32
+
+
+@pytest.mark.parametrize(
+    "broken", [GenerateChunk((1, 2), (0.0,), "x", 1), GenerateChunk((1,), (0.0,), "x", 1, "error")]
+)
+def test_broken_chunk_counts_as_a_lost_cell_and_adds_nothing(broken: GenerateChunk) -> None:
+    answer = Answer()
+    with pytest.raises(EngineError):
+        answer.add(broken, "a")
+    assert answer == Answer()
+
+
+async def test_pieces_join_to_the_text_of_the_record_and_the_last_comes_after_it() -> None:
+    shard = FakeShard()
+    pieces: list[tuple[str, bool, int]] = []
+
+    def emit(piece: Piece) -> None:
+        pieces.append((piece.text, piece.is_last, len(shard.records)))
+
+    backends = FakeBackends(shard, a=FakeCell(dies_after=2), b=FakeCell())
+    await CallServer(JobId("j"), backends, 20).serve(RUN, KEY, REQUEST, emit)
+
+    assert "".join(text for text, _, _ in pieces) == shard.records[0].output_text
+    assert pieces[-1] == (word(4), True, 1)
+    assert all(not is_last and num_stored == 0 for _, is_last, num_stored in pieces[:-1])
+
+
+async def test_call_whose_harness_left_during_matching_is_taken_back() -> None:
+    gate = asyncio.Event()
+
+    class Slow(FakeShard):
+        async def match_call(self, run_id, key, request):  # type: ignore[no-untyped-def]
+            await gate.wait()
+            return await super().match_call(run_id, key, request)
+
+    shard, cell = Slow(), FakeCell()
+    serving = asyncio.create_task(
+        CallServer(JobId("j"), FakeBackends(shard, a=cell), 20).serve(RUN, KEY, REQUEST, lambda piece: None)
+    )
+    await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.wait({serving})
+    gate.set()
+    await until(lambda: shard.abandoned == [(f"{RUN}-a0-c0", "cancelled")])
+    assert cell.requests == []
+
+
+async def test_all_cells_lost_is_a_failed_call_and_no_busy_loop() -> None:
+    shard, cells = FakeShard(), {"a": FakeCell(dies_after=0), "b": FakeCell(dies_after=0)}
+    server = CallServer(JobId("j"), FakeBackends(shard, **cells), 0.4)
+    with pytest.raises(CallFailedError):
+        await server.serve(RUN, KEY, REQUEST, lambda piece: None)
+    assert 2 <= len(cells["a"].requests) < 10
+    await until(lambda: len(shard.abandoned) == 1)
+
+
+async def test_refusal_of_the_shard_reaches_the_caller_untouched() -> None:
+    shard = FakeShard(keys=set())
+    with pytest.raises(AccessError):
+        await CallServer(JobId("j"), FakeBackends(shard, a=FakeCell()), 20).serve(RUN, KEY, REQUEST, print)
+    assert shard.abandoned == []

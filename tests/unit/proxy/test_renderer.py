@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.proxy.renderer import load_renderer, template_message
+from services.proxy.types import Message, ToolCall
+from tests.unit.proxy.templates import CHATML, tokenizer
+
+
+def test_answers_end_at_the_tokenizers_and_the_generation_configs_tokens(tmp_path: Path) -> None:
+    tokenizer(CHATML).save_pretrained(tmp_path)
+    assert load_renderer(str(tmp_path)).end_of_turn == {2: "<|im_end|>"}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    assert load_renderer(str(tmp_path)).end_of_turn == {0: "<|endoftext|>", 2: "<|im_end|>"}
+
+
+def test_folder_without_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        load_renderer(str(tmp_path))
+    tokenizer(None).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no chat template"):
+        load_renderer(str(tmp_path))
+
+
+def test_templates_get_arguments_as_objects_and_only_fields_that_are_set() -> None:
+    assert template_message(Message("user", "x")) == {"role": "user", "content": "x"}
+    call = ToolCall("i", "bash", {"command": "ls"})
+    assert template_message(Message("assistant", "", "why", (call,))) == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "why",
+        "tool_calls": [{"id": "i", "type": "function", "function": {"name": "bash", "arguments": {"command": "ls"}}}],
+    }
+    assert template_message(Message("tool", "out", tool_call_id="i"))["tool_call_id"] == "i"
