@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trajectory.advantage import STD_EPSILON, Estimator, group_advantages
+from tests.unit.trajectory.trees import unhurried
 
 ESTIMATORS: list[Estimator] = ["grpo", "grpo_no_std", "rloo"]
 REWARDS = {"r0": 0.0, "r1": 0.0, "r2": 1.0, "r3": 3.0}
@@ -49,6 +50,7 @@ def test_a_reward_that_is_no_number_is_refused(bad: float) -> None:
         group_advantages({"r0": 1.0, "r1": bad}, "grpo")
 
 
+@unhurried
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=16), st.sampled_from(ESTIMATORS))
 def test_advantages_of_any_group_sum_to_zero_and_keep_the_order_of_rewards(
     values: list[float], estimator: Estimator

@@ -13,7 +13,7 @@ from services.trainer.types import MicroStep
 from services.trajectory.microstep import SHARED, ScoredRun, build_micro_step, build_micro_steps, cut_group
 from services.trajectory.select import select
 from services.trajectory.tree import TreeCall
-from tests.unit.trajectory.trees import NO_LIMIT, flatten, loss, make_call, make_tree, scored_runs
+from tests.unit.trajectory.trees import NO_LIMIT, flatten, loss, make_call, make_tree, scored_runs, unhurried
 
 
 def scored(number: int, *calls: TreeCall, advantage: float = 1.0) -> ScoredRun:
@@ -113,6 +113,7 @@ def assert_well_formed(micro_step: MicroStep) -> None:
             assert node.target_mask[-1]
 
 
+@unhurried
 @given(scored_runs(), st.sampled_from([1, 8, 20, NO_LIMIT]))
 def test_each_selected_token_is_a_target_exactly_once_and_nothing_else_is(
     runs: list[ScoredRun], max_tokens: int
@@ -137,6 +138,7 @@ def test_each_selected_token_is_a_target_exactly_once_and_nothing_else_is(
     assert sum(found.values()) == sum(run.selection.num_targets for run in runs)
 
 
+@unhurried
 @given(scored_runs())
 def test_rows_of_a_run_are_its_selected_paths(runs: list[ScoredRun]) -> None:
     for micro_step in build_micro_steps("g000000", runs, NO_LIMIT):
@@ -150,6 +152,7 @@ def test_rows_of_a_run_are_its_selected_paths(runs: list[ScoredRun]) -> None:
             )
 
 
+@unhurried
 @given(scored_runs(), st.integers(1, 40))
 def test_the_loss_does_not_depend_on_where_a_group_is_cut(runs: list[ScoredRun], max_tokens: int) -> None:
     whole = build_micro_steps("g000000", runs, NO_LIMIT)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.trajectory.select import MAIN_ROLE, select
 from services.trajectory.tree import TreeCall
-from tests.unit.trajectory.trees import NO_LIMIT, make_call, make_tree, tree_calls
+from tests.unit.trajectory.trees import NO_LIMIT, make_call, make_tree, tree_calls, unhurried
 
 FORKED = make_tree(
     make_call("c0", None, [1, 2], [3, 4], ordinal=0),
@@ -66,6 +66,7 @@ def test_a_tree_without_trainable_tokens_selects_nothing() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, NO_LIMIT])
+@unhurried
 @given(calls=tree_calls(), seed=st.integers(0, 5))
 def test_any_selection_keeps_its_limits_and_is_reproducible(calls: list[TreeCall], seed: int, limit: int) -> None:
     tree = make_tree(*calls)

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from services.common.errors import InvariantError, NotFoundError
 from services.trajectory.tree import TrajectoryTree, TreeCall
-from tests.unit.trajectory.trees import make_call, make_tree, tree_calls
+from tests.unit.trajectory.trees import make_call, make_tree, tree_calls, unhurried
 
 
 def kinds(tree: TrajectoryTree, index: int) -> list[tuple[str, list[int]]]:
@@ -87,6 +87,7 @@ def test_another_request_with_the_same_prompt_is_no_retry() -> None:
     assert tree.superseded() == frozenset()
 
 
+@unhurried
 @given(tree_calls())
 def test_any_tree_holds_every_call_and_each_sampled_token_once(calls: list[TreeCall]) -> None:
     tree = make_tree(*calls)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from services.common.types import VersionSpan
@@ -15,6 +16,9 @@ from services.trajectory.select import select
 from services.trajectory.tree import TrajectoryTree, TreeCall
 
 NO_LIMIT = 1 << 30
+
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""For property tests: a busy machine is no failure."""
 
 
 def make_call(
