@@ -27,7 +27,7 @@ from services.trajectory.records import check_record, holding_sampling
 from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
 from services.trajectory.store import GroupState, RunFilter, Store, StoredGroup
 from services.trajectory.tree import TrajectoryTree
-from services.trajectory.types import CallRecord, CallTicket, GroupResult, GroupSpec, RunSummary, TokenIds
+from services.trajectory.types import CallRecord, CallTicket, GroupResult, GroupSpec, RunSummary
 
 logger = logging.getLogger(__name__)
 
