@@ -29,6 +29,8 @@ _DRIVER_ENV = {
     # a job owns its actors, so waiting for a controller that dies with the cluster helps nobody
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # the actors of a job start together; more at once than cores is meant, not a mistake to warn of
+    "RAY_worker_maximum_startup_concurrency": "16",
 }
 
 

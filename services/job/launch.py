@@ -45,7 +45,9 @@ from services.rollout.types import Sampling
 from services.scheduler.actor import JobScheduler
 from services.scheduler.types import JobStatus, ResumeState, TrainingFailed
 from services.trainer.cell import run_training
+from services.trainer.checkpoint import drop_newer
 from services.trainer.mailbox import Mailbox
+from services.trainer.rank import TrainingSpec
 from services.trajectory.actor import TrajectoryShard
 from services.trajectory.outcome import OUTCOME_TABLE
 from services.trajectory.store import list_runs
@@ -100,21 +102,24 @@ class _Job:
 
     def _start(self) -> Any:
         plan, config, job_id = self._plan, self._config, self._plan.job_id
+        if plan.commit is not None:
+            drop_newer(plan.checkpoints, plan.commit.resume.step)
         self._start_shards()
         self._start_cells()
         mailbox_name = mailbox_actor(job_id, make_cell_id(0))
         self._actor(Mailbox, mailbox_name, config.trainer.step_timeout_s)
         training = ray.remote(num_cpus=0, max_retries=0)(run_training)
-        self._training = training.remote(
+        spec = TrainingSpec(
             mailbox_name=mailbox_name,
             model_path=str(plan.model_path),
             config=config.trainer,
-            storage_dir=str(plan.folder / "trainer"),
+            checkpoint_dir=str(plan.checkpoints),
             engine_dtype=config.rollout.engine.dtype,
-            temperature=config.rollout.sampling.temperature,
+            transfer_protocol=config.trainer.transfer_protocol,
+            host=config.trainer.transfer_host,
             seed=config.seed,
-            checkpoint=plan.commit.checkpoint if plan.commit else None,
         )
+        self._training = training.remote(spec, str(plan.folder / "trainer" / "ray"))
         num_runners = self._start_runners()
         scheduler = self._start_scheduler(num_runners)
         address = ray.get(scheduler.start.remote())

@@ -37,6 +37,10 @@ class Plan:
     commit: Commit | None
     """The checkpoint that a resumed job starts from."""
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "trainer" / "checkpoints"
+
     def table(self) -> Table:
         """What the job will do, for people."""
         config = self.config

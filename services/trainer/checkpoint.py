@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -79,12 +80,28 @@ def load_latest(folder: Path) -> Checkpoint | None:
     return None
 
 
+def latest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint that is whole."""
+    for path in reversed(list_checkpoints(folder)):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            _verify(path)
+            return _step_of(path)
+    return None
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: _step_of(path))
+
+
+def drop_newer(folder: Path, step: int) -> None:
+    """Delete the checkpoints of later steps: they were saved, but never became the job's state."""
+    for path in list_checkpoints(folder):
+        if _step_of(path) > step:
+            shutil.rmtree(path)
 
 
 def mark_best(folder: Path, step: int) -> None:
@@ -161,17 +178,23 @@ class _Staged:
 
 
 def _load(path: Path) -> Checkpoint:
-    meta = json.loads((path / _META).read_text(encoding="utf-8"))
-    for name, expected in meta["files"].items():
-        if asdict(_describe(path / name)) != expected:
-            raise ValueError(f"{name} is not as it was written")
+    meta = _verify(path)
     return Checkpoint(
         step=int(meta["step"]),
         version=int(meta["version"]),
         tensors=load_file(path / _TENSORS),
-        optimizer=torch.load(path / _OPTIMIZER, weights_only=True),
-        random=torch.load(path / _RANDOM, weights_only=True),
+        optimizer=torch.load(path / _OPTIMIZER, weights_only=True, map_location="cpu"),
+        random=torch.load(path / _RANDOM, weights_only=True, map_location="cpu"),
     )
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    """A checkpoint's meta data, once all its files are found as they were written."""
+    meta: dict[str, Any] = json.loads((path / _META).read_text(encoding="utf-8"))
+    for name, expected in meta["files"].items():
+        if asdict(_describe(path / name)) != expected:
+            raise ValueError(f"{name} is not as it was written")
+    return meta
 
 
 def _describe(path: Path) -> _File:

@@ -81,6 +81,10 @@ class TrainerConfig(BaseModel):
     """Steps between checkpoints; one is always made at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept; the best one is kept beside them."""
+    transfer_protocol: Literal["tcp", "rdma"] = "tcp"
+    """Transport of published weights; the one that is really used is reported with each update."""
+    transfer_host: str = "127.0.0.1"
+    """Address at which rollout cells reach the core for its weights."""
     step_timeout_s: float = Field(default=3600, gt=0)
     """A step that takes longer has failed."""
     max_restarts: int = Field(default=2, ge=0)
