@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import ray
 import ray.exceptions
 
-from services.common.errors import EngineError, JobError, TidegateError
+from services.common.errors import EngineError, JobError, RequestError, TidegateError
 from services.common.ids import JobId, RunId, shard_of
 from services.common.names import RAY_NAMESPACE, shard_actor
 from services.common.types import RouteTable
@@ -40,7 +40,8 @@ class Cell(Protocol):
     """The rollout side of a cell."""
 
     def generate(self, request: GenerateRequest, prompt_ref: Any) -> AsyncGenerator[GenerateChunk, None]:
-        """Raises ``EngineError`` when the cell is lost; then the call can go on elsewhere."""
+        """Raises ``EngineError`` when the cell is lost (the call can go on elsewhere), ``RequestError`` for a call
+        that no cell can serve."""
         ...
 
     async def abort(self, call_id: str) -> None: ...
@@ -186,6 +187,8 @@ class _RayCell:
                 yield await reference
         except ray.exceptions.RayTaskError as error:
             cause = _cause(error)
+            if isinstance(cause, RequestError):
+                raise cause from None  # no other cell would take it either
             raise EngineError(f"{self._name} failed a call: {type(cause).__name__}: {cause}") from None
         except (ray.exceptions.RayError, ValueError) as error:
             self._actors.forget(self._name)
