@@ -199,7 +199,7 @@ def test_gradient_that_is_not_finite_skips_the_step(model_paths: dict[str, str])
     micro_step = make_micro_step(13)
     accumulate(backend, [micro_step], 1000)
     before = {name: tensor.clone() for name, tensor in backend.merged_weights()}
-    next(iter(backend._trainable.values())).grad[0, 0] = float("nan")  # type: ignore[index]
+    next(iter(backend._trainable.values())).grad[0, 0] = float("nan")
     update = backend.update(3, 1)
     assert update.skipped
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.merged_weights())
