@@ -32,7 +32,7 @@ class EventLog:
         self.is_closed = False
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._sequence = _last_sequence(path)
+            self._sequence = _mend(path)
             self._file = path.open("a", encoding="utf-8")
 
     def start(self, at_s: float, options: JobOptions, resume: ResumeState | None) -> None:
@@ -121,13 +121,14 @@ _BATCH_SIZE = 200
 """Records handed to a watcher before its position is looked at again."""
 
 
-def _last_sequence(path: Path) -> int:
-    """Sequence of the last whole line of a log that is to be continued; 0 for a new one."""
+def _mend(path: Path) -> int:
+    """Prepare a log for being continued: cut off a torn last line; returns the last sequence, 0 for a new log."""
     if not path.exists():
         return 0
-    last = 0
-    with path.open(encoding="utf-8") as file:
+    last, end = 0, 0
+    with path.open("r+b") as file:
         for line in file:
-            if line.endswith("\n"):
-                last = json.loads(line)["sequence"]
+            if line.endswith(b"\n"):
+                last, end = json.loads(line)["sequence"], end + len(line)
+        file.truncate(end)
     return last

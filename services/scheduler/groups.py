@@ -45,7 +45,7 @@ GROUP_TRANSITIONS: dict[GroupStatus, frozenset[GroupStatus]] = {
     GroupStatus.RUNNING: frozenset({GroupStatus.SCORING, GroupStatus.LOST, GroupStatus.DROPPED}),
     GroupStatus.SCORING: frozenset({GroupStatus.READY, GroupStatus.LOST, GroupStatus.EVALUATED, GroupStatus.DROPPED}),
     GroupStatus.READY: frozenset({GroupStatus.TRAINING, GroupStatus.LOST}),
-    GroupStatus.TRAINING: frozenset({GroupStatus.TRAINED}),
+    GroupStatus.TRAINING: frozenset({GroupStatus.TRAINED, GroupStatus.READY}),
     GroupStatus.TRAINED: frozenset(),
     GroupStatus.LOST: frozenset(),
     GroupStatus.EVALUATED: frozenset(),
@@ -172,6 +172,9 @@ class GroupBook:
             raise InvariantError(f"group {group_id} was never opened.")
         return self._groups[group_id]
 
+    def find_all(self, group_ids: tuple[str, ...]) -> list[Group]:
+        return [group for group_id in group_ids if (group := self.find(group_id)) is not None]
+
     def find_run(self, run_id: str, attempt: int) -> Run | None:
         """None for a retired group's run or a superseded attempt. Raises for an attempt that never was."""
         group = self.find(group_of(RunId(run_id)))
@@ -275,6 +278,12 @@ class GroupBook:
         for group in groups:
             group.move_to(GroupStatus.TRAINING)
             del self.ready[group.group_id]
+
+    def return_from_training(self, groups: list[Group]) -> None:
+        """Their step failed: they are ready again, for a resumed job."""
+        for group in groups:
+            group.move_to(GroupStatus.READY)
+            self.ready[group.group_id] = group
 
     def retire(self, group: Group, status: GroupStatus) -> None:
         """Trained, evaluated or lost: all its runs are final, and nothing more is expected of it."""

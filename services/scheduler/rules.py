@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from services.common.errors import InvariantError
 from services.common.types import CellRole, CellState
 from services.scheduler import policy
+from services.scheduler.cells import Cell
 from services.scheduler.types import JobStatus, PublishWeights, StartRun, SwitchCell, TrainStep
 
 if TYPE_CHECKING:
@@ -20,32 +21,34 @@ if TYPE_CHECKING:
 
 
 def _publish(state: JobState) -> bool:
-    """New weights go to all live cells at a burst's end; weights of the last version to cells that are stale."""
+    """New weights go to all live cells at a burst's end; weights of the last version to cells that are stale.
+
+    New weights wait until the held-out pass of the version before is over; cells that went stale do not wait.
+    """
     if state.publication is not None:
         return False
     if state.status is JobStatus.STARTING and len(state.cells) < state.options.num_cells:
         return False
     live = state.cells.live
-    if state.wanted_version is not None:
-        if state.evaluation is not None or any(cell.in_transition for cell in live) or not live:
-            return False
-        version, targets = state.wanted_version, live
-        reason = f"version {version} goes to {len(live)} cells, the core last"
-    else:
-        targets = [
-            cell
-            for cell in live
-            if cell.role is CellRole.ROLLOUT and cell.state is CellState.STALE and cell.is_repairable
-        ]
-        if not targets:
-            return False
-        version = state.version
-        reason = "; ".join(f"{cell.cell_id} is stale: {cell.reason}" for cell in targets)
+    in_transition = any(cell.in_transition for cell in live)
+    if state.wanted_version is not None and live and state.evaluation is None and not in_transition:
+        for cell in live:
+            cell.num_update_attempts = 1
+        _begin_publication(state, state.wanted_version, live, f"{len(live)} cells are live; the core comes last")
+        return True
+    stale = [cell for cell in live if cell.role is CellRole.ROLLOUT and cell.state is CellState.STALE]
+    targets = [cell for cell in stale if cell.is_repairable]
+    if not targets or state.version < 0:
+        return False
     for cell in targets:
-        cell.num_update_attempts = 1 if state.wanted_version is not None else cell.num_update_attempts + 1
-    state.publication = PublishWeights(version, tuple(cell.cell_id for cell in targets))
-    state.decide(state.publication, reason)
+        cell.num_update_attempts += 1
+    _begin_publication(state, state.version, targets, "; ".join(f"{cell.cell_id} {cell.reason}" for cell in targets))
     return True
+
+
+def _begin_publication(state: JobState, version: int, cells: list[Cell], reason: str) -> None:
+    state.publication = PublishWeights(version, tuple(cell.cell_id for cell in cells))
+    state.decide(state.publication, f"version {version} is due: {reason}")
 
 
 def _cross_boundary(state: JobState) -> bool:

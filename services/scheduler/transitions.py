@@ -59,7 +59,9 @@ def _on_cell_joined(state: JobState, event: CellJoined) -> None:
 
 def _on_cell_updating(state: JobState, event: CellUpdating) -> None:
     cell, publication = state.cells.get(event.cell_id), state.publication
-    if cell.is_live and publication is not None and event.cell_id in publication.cell_ids:
+    in_publication = publication is not None and event.cell_id in publication.cell_ids
+    # a stale cell stays stale until its weights are verified: it is no capacity that another cell could leave behind
+    if cell.is_live and in_publication and cell.state is CellState.SERVING:
         cell.state, cell.reason = CellState.UPDATING, f"updating to version {event.version}"
         state.cells.changed()
 
@@ -182,7 +184,7 @@ def _end_eval_group(state: JobState, group: Group, rewards: tuple[float, ...]) -
 def _on_step_trained(state: JobState, event: StepTrained) -> None:
     if state.training_step is None or event.step != state.training_step.step:
         raise InvariantError(f"step {event.step} was trained; in training is {state.training_step}.")
-    groups = [group for group_id in state.training_step.group_ids if (group := state.book.find(group_id)) is not None]
+    groups = state.book.find_all(state.training_step.group_ids)
     means = [group.result.reward_mean for group in groups if group.result and group.result.reward_mean is not None]
     state.reward_mean_by_step.append(sum(means) / len(means) if means else None)
     for group in groups:
@@ -205,7 +207,9 @@ def _on_step_trained(state: JobState, event: StepTrained) -> None:
 
 
 def _on_training_failed(state: JobState, event: TrainingFailed) -> None:
-    state.training_step = None
+    if state.training_step is not None:
+        state.book.return_from_training(state.book.find_all(state.training_step.group_ids))
+        state.training_step = None
     state.end_at_once(f"training failed: {event.reason}")
 
 
@@ -282,7 +286,8 @@ def _on_score_failed(state: JobState, action: ScoreGroup, reason: str) -> None:
 
 def _on_switch_failed(state: JobState, action: SwitchCell, reason: str) -> None:
     cell = state.cells.get(action.cell_id)
-    if not cell.in_transition:
+    expected = CellRole.TO_TRAIN if action.role is CellRole.TRAIN else CellRole.TO_ROLLOUT
+    if cell.role is not expected:
         cell.num_late_answers = max(0, cell.num_late_answers - 1)
         return
     cell.num_switch_failures += 1

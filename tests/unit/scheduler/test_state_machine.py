@@ -101,6 +101,11 @@ class AnyWorld(RuleBasedStateMachine):
         for _ in range(count):
             self.answer(rng.randrange(1000), rng.randrange(1000), False)
 
+    @rule(index=st.integers(0, 1000))
+    def fail_an_action(self, index) -> None:
+        if self.world.pending and not self.is_over:
+            self.world.fail_one(index)
+
     @rule(index=st.integers(0, 3))
     def lose_cell(self, index) -> None:
         name = f"cell-{index}"

@@ -12,12 +12,14 @@ from services.common.types import CellRole
 from services.scheduler.state import JobState
 from services.scheduler.types import (
     AbortRuns,
+    ActionFailed,
     CellAdmitted,
     CellDrained,
     CellJoined,
     CellLost,
     CellServing,
     CellStale,
+    CellUpdating,
     CheckpointSaved,
     Decision,
     DropGroup,
@@ -279,21 +281,46 @@ class World:
 
     def _answer_switch(self, cell_id: str, role: CellRole) -> None:
         cell = self.cells[cell_id]
-        if cell.role in (CellRole.TO_TRAIN, CellRole.TO_ROLLOUT):
+        if cell.role is (CellRole.TO_TRAIN if role is CellRole.TRAIN else CellRole.TO_ROLLOUT):
             cell.role = role
-            self.feed(CellDrained(cell_id) if role is CellRole.TRAIN else CellAdmitted(cell_id))
+        # otherwise the cell was lost meanwhile, and the answer comes late
+        self.feed(CellDrained(cell_id) if role is CellRole.TRAIN else CellAdmitted(cell_id))
 
     def _answer_publication(self, version: int, cell_ids: tuple[str, ...], rng: random.Random, faults: bool) -> None:
         for cell_id in cell_ids:
             cell = self.cells[cell_id]
             if cell.role is CellRole.DOWN:
                 continue
+            if rng.random() < 0.5:
+                self.feed(CellUpdating(cell_id, version))
             if faults and rng.random() < 0.1:
                 self.make_stale(cell_id)
             else:
                 cell.version, cell.serving = version, True
                 self.feed(CellServing(cell_id, version))
         self.feed(PublicationEnded(version))
+
+    def fail_one(self, index: int) -> None:
+        """One pending action could not be performed."""
+        action = self.pending[index % len(self.pending)]
+        match action:
+            case StartRun(run_id, attempt):
+                if self.attempts[(run_id, attempt)] != "starting":
+                    return
+                self.attempts[(run_id, attempt)] = "ended"
+                if attempt >= OUTCOME_TABLE[Outcome.RUNNER_LOSS].max_retries:
+                    self.unfinished.discard(run_id)
+            case ScoreGroup(group_id):
+                if group_id not in self.ends:
+                    self._end_group(group_id, "evaluated" if self.specs[group_id].is_eval else "lost")
+            case SwitchCell(cell_id):
+                to_role = CellRole.TO_TRAIN if action.role is CellRole.TRAIN else CellRole.TO_ROLLOUT
+                if self.cells[cell_id].role is to_role:
+                    self.cells[cell_id].role, self.cells[cell_id].serving = CellRole.ROLLOUT, False
+            case TrainStep(_, group_ids):
+                self.ready |= set(group_ids)
+        self.pending.remove(action)
+        self.feed(ActionFailed(action, "broken by the test"))
 
     def give_up_late_starts(self) -> None:
         """Before a ``Tick`` long after: attempts that did not start are lost, in this world's books too."""

@@ -1,0 +1,578 @@
+"""Single rules of the state machine, each in a small world that is driven event by event."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from services.common.errors import ConfigError, InvariantError
+from services.common.types import CellRole, CellState
+from services.scheduler.types import (
+    AbortRuns,
+    Action,
+    ActionFailed,
+    CancelRequested,
+    CellDrained,
+    CellJoined,
+    CellLost,
+    CellServing,
+    CellStale,
+    CheckpointSaved,
+    DropGroup,
+    FinishJob,
+    GroupScored,
+    JobStatus,
+    OpenGroup,
+    PublicationEnded,
+    PublishWeights,
+    RecordEvaluation,
+    RunEnded,
+    RunStarted,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    StepTrained,
+    SwitchCell,
+    Tick,
+    TrainingFailed,
+    TrainStep,
+)
+from services.trajectory.outcome import Outcome
+from tests.unit.scheduler.world import World, group_result, options
+
+
+def opened(slots: tuple[int, ...] = (4, 4), **changes) -> World:
+    """A job whose cells joined and got their first weights."""
+    world = World(options(num_cells=len(slots), **changes), slots)
+    world.join_all()
+    answer(world, PublishWeights)
+    return world
+
+
+def answer(world: World, kind: type[Action], faults: bool = False) -> None:
+    """Answer the oldest pending action of a kind (a run: its start and its end)."""
+    for _ in range(2 if kind is StartRun else 1):
+        index = next(i for i, action in enumerate(world.pending) if isinstance(action, kind))
+        world.answer(index, random.Random(0), faults=faults)
+        if kind is StartRun and not any(isinstance(action, StartRun) for action in world.pending):
+            return
+        if kind is StartRun and isinstance(world.pending[-1], StartRun):
+            # the run that was just started is the newest pending one: end it
+            world.pending.insert(0, world.pending.pop())
+
+
+def finish_runs(world: World, count: int) -> None:
+    for _ in range(count):
+        answer(world, StartRun)
+
+
+def finish_group(world: World) -> None:
+    """All runs of one group end, and it is scored."""
+    while not any(isinstance(action, ScoreGroup) for action in world.pending):
+        answer(world, StartRun)
+    answer(world, ScoreGroup)
+
+
+def decided(world: World, kind: type[Action], since: int = 0) -> list:
+    return [d.action for _, _, made in world.log[since:] for d in made if isinstance(d.action, kind)]
+
+
+def role(world: World, cell_id: str = "cell-0") -> CellRole:
+    return world.state.cells.get(cell_id).role
+
+
+def until(world: World, kind: type[Action]) -> None:
+    """Answer runs, scores and switches until an action of this kind was decided."""
+    for _ in range(500):
+        if any(isinstance(action, kind) for action in world.pending):
+            return
+        world.answer(0, random.Random(0))
+    raise AssertionError(f"{kind.__name__} was never decided.\n{world.state.history()}")
+
+
+# -- start ------------------------------------------------------------------------------------------------------------
+
+
+def test_first_weights_are_published_when_all_cells_are_known() -> None:
+    world = World(options(num_cells=3), (4, 4, 4))
+    world.join("cell-0")
+    world.join("cell-2")
+    assert not decided(world, PublishWeights)
+    world.cells["cell-1"] = world.cells["cell-2"]
+    world.feed(CellLost("cell-1", "its node died"))
+    [publish] = decided(world, PublishWeights)
+    assert publish == PublishWeights(0, ("cell-2", "cell-0"))
+
+
+def test_nothing_is_dispatched_before_the_first_weights_are_published() -> None:
+    world = World(options(), (4, 4))
+    world.join_all()
+    assert not decided(world, OpenGroup)
+    answer(world, PublishWeights)
+    groups = decided(world, OpenGroup)
+    assert len(groups) == 4
+    assert all(group.spec.version == 0 for group in groups)
+
+
+def test_a_cell_that_only_joined_gets_no_traffic() -> None:
+    world = World(options(), (4, 4))
+    world.join_all()
+    assert {route.state for route in world.state.routes().cells} == {CellState.STALE}
+
+
+@pytest.mark.parametrize("numbers", [{"task_names": ()}, {"steps_per_burst": 4, "max_staleness_steps": 2}])
+def test_options_that_cannot_work_are_refused(numbers) -> None:
+    with pytest.raises(ConfigError):
+        options(**numbers)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_more_runs_start_than_slots_and_runners_allow() -> None:
+    assert len(decided(opened((2, 1)), StartRun)) == 3
+    assert len(decided(opened((4, 4), max_concurrent_runs=5), StartRun)) == 5
+
+
+def test_a_run_that_ends_frees_its_slot_for_the_next() -> None:
+    world = opened((1, 1))
+    assert len(decided(world, StartRun)) == 2
+    finish_runs(world, 1)
+    assert len(decided(world, StartRun)) == 3
+
+
+@pytest.mark.parametrize(
+    ("outcome", "num_attempts"),
+    [
+        (Outcome.SETUP_FAILURE, 3),
+        (Outcome.ENGINE_LOSS, 3),
+        (Outcome.RUNNER_LOSS, 3),
+        (Outcome.HARNESS_CRASH, 1),
+        (Outcome.VERIFIER_FAILURE, 1),  # the runner itself evaluates again
+        (Outcome.CANCELLED, 1),
+    ],
+)
+def test_runs_are_retried_as_the_outcome_table_says(outcome, num_attempts) -> None:
+    world = opened()
+    before = world.state.book.training
+    run_id = decided(world, StartRun)[0].run_id
+    for attempt in range(num_attempts):
+        assert world.state.book.training.ended == before.ended
+        world.feed(RunStarted(run_id, attempt))
+        world.unfinished -= {run_id} if attempt == num_attempts - 1 else set()
+        world.feed(RunEnded(run_id, attempt, outcome))
+    attempts = [start.attempt for start in decided(world, StartRun) if start.run_id == run_id]
+    assert attempts == list(range(num_attempts))
+    after = world.state.book.training
+    assert (after.dispatched, after.ended) == (before.dispatched, before.ended + 1)
+
+
+def test_a_run_that_does_not_start_in_time_is_aborted_and_tried_again() -> None:
+    world = opened((1, 1), run_start_timeout_s=60)
+    first = decided(world, StartRun)[0]
+    world.now_s += 61
+    world.feed(Tick())
+    aborted = [attempt for abort in decided(world, AbortRuns) for attempt in abort.attempts]
+    assert (first.run_id, 0) in aborted
+    assert (first.run_id, 1) in [(start.run_id, start.attempt) for start in decided(world, StartRun)]
+    assert not world.feed(RunEnded(first.run_id, 0, Outcome.CANCELLED)), "news of the aborted attempt means nothing"
+
+
+def test_late_news_of_the_last_aborted_attempt_means_nothing() -> None:
+    world = opened((1, 1))
+    run_id = decided(world, StartRun)[0].run_id
+    for _ in range(3):
+        world.now_s += 1000
+        world.give_up_late_starts()
+        world.feed(Tick())
+    ended = world.state.book.training.ended
+    world.feed(RunEnded(run_id, 2, Outcome.CANCELLED))
+    assert world.state.book.training.ended == ended
+
+
+# -- impossible events ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        RunEnded("g000099-r0", 0, Outcome.FINISHED, 1.0),
+        RunEnded("g000000-r0", 5, Outcome.FINISHED, 1.0),
+        RunStarted("g000003-r1", 1),
+        GroupScored(group_result("g000077")),
+        GroupScored(group_result("g000000")),
+        CellDrained("cell-1"),
+        CellServing("cell-7", 0),
+        CellServing("cell-1", 3),
+        StepTrained(1),
+        PublicationEnded(0),
+        CheckpointSaved(1),
+    ],
+)
+def test_an_impossible_event_raises_with_the_history(event) -> None:
+    world = opened()
+    with pytest.raises(InvariantError) as caught:
+        world.state.handle(event, 100.0)
+    assert "CellJoined(cell_id='cell-1'" in caught.value.hint
+    assert repr(event) in caught.value.hint
+
+
+def test_a_run_that_ends_twice_raises() -> None:
+    world = opened()
+    run_id = decided(world, StartRun)[0].run_id
+    world.feed(RunStarted(run_id, 0))
+    world.unfinished.discard(run_id)
+    world.feed(RunEnded(run_id, 0, Outcome.FINISHED, 1.0))
+    with pytest.raises(InvariantError, match="ended"):
+        world.state.handle(RunEnded(run_id, 0, Outcome.FINISHED, 1.0), 100.0)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_group_is_replaced_at_once_under_the_current_version() -> None:
+    world = opened()
+    while not any(isinstance(action, ScoreGroup) for action in world.pending):
+        answer(world, StartRun)
+    [score] = [action for action in world.pending if isinstance(action, ScoreGroup)]
+    world.pending.remove(score)
+    world.ends[score.group_id] = "lost"
+    [decision, *_] = world.feed(GroupScored(group_result(score.group_id, ready=False, reason="all rewards are equal")))
+    assert isinstance(decision.action, OpenGroup)
+    assert decision.action.spec.group_id == "g000004"
+    assert decision.reason == f"replaces {score.group_id} inside the burst: all rewards are equal"
+    assert world.state.snapshot()["outstanding_groups"] == 4
+
+
+def test_the_job_fails_when_too_many_groups_are_lost() -> None:
+    world = opened(max_lost_groups=2, steps=50)
+    rng = random.Random(0)
+    while world.finish is None:
+        action = world.pending[0]
+        if isinstance(action, ScoreGroup):
+            world.pending.pop(0)
+            world.ends[action.group_id] = "lost"
+            world.feed(GroupScored(group_result(action.group_id, ready=False, reason="no reward")))
+        else:
+            world.answer(0, rng)
+    assert world.finish.status is JobStatus.FAILED
+    assert world.finish.reason == "3 groups were lost, max_lost_groups is 2; the last one: no reward"
+
+
+def test_a_group_beyond_the_staleness_bound_is_dropped_and_replaced() -> None:
+    world = opened(slots=(8, 8), steps=6, max_staleness_steps=1, carry_over_steps=2.0)
+    slow = decided(world, StartRun)[0]
+    held = [action for action in world.pending if isinstance(action, StartRun) and action.group_id == slow.group_id]
+    world.pending = [action for action in world.pending if action not in held]
+    while world.step < 3:
+        world.answer(0, random.Random(0))
+    world.pending = held + world.pending
+    since = len(world.log)
+    while slow.group_id not in world.ends:
+        world.answer(0, random.Random(0))
+    [drop] = [drop for drop in decided(world, DropGroup, since) if drop.group_id == slow.group_id]
+    assert drop.reason == f"too stale: staleness {world.step} = step {world.step} - version 0, max 1"
+    assert any(f"replaces {slow.group_id}" in d.reason for _, _, made in world.log[since:] for d in made)
+    assert world.play(random.Random(0)).status is JobStatus.FINISHED
+
+
+def test_a_group_that_could_not_be_opened_is_replaced() -> None:
+    world = opened()
+    opening = decided(world, OpenGroup)[0]
+    decisions = world.feed(ActionFailed(opening, "the shard is gone"))
+    kinds = [type(decision.action) for decision in decisions]
+    assert kinds[:3] == [AbortRuns, DropGroup, OpenGroup]
+
+
+# -- switching and training -------------------------------------------------------------------------------------------
+
+
+def test_the_core_leaves_at_the_very_run_that_makes_room() -> None:
+    world = opened((4, 3))
+    finish_group(world)
+    finish_group(world)
+    assert world.state.snapshot()["water_level"] == 4
+    assert role(world) is CellRole.ROLLOUT
+    finish_runs(world, 1)
+    assert role(world) is CellRole.TO_TRAIN
+    [switch] = [d for _, _, made in world.log for d in made if isinstance(d.action, SwitchCell)]
+    assert switch.reason == "core leaves rollout: w=3 <= C_R - C_core = 3 and 2 of 2 groups are ready"
+
+
+def test_runs_of_a_leaving_cell_are_routed_to_others() -> None:
+    world = opened((4, 4))
+    until(world, SwitchCell)
+    table = world.state.routes()
+    assert {route.cell_id for route in table.cells} == {"cell-1"}
+    assert {cell_id for _, cell_id in table.affinity} <= {"cell-1"}
+    assert len(table.affinity) == world.state.snapshot()["active_runs"]
+
+
+def test_a_step_trains_the_oldest_groups_after_the_drain() -> None:
+    world = opened()
+    until(world, SwitchCell)
+    assert not decided(world, TrainStep)
+    answer(world, SwitchCell)
+    [step] = decided(world, TrainStep)
+    assert (step.step, step.version) == (1, 0)
+    assert step.group_ids == tuple(sorted(step.group_ids))
+
+
+def test_one_cell_trains_when_nothing_is_unfinished() -> None:
+    world = opened((4,))
+    until(world, SwitchCell)
+    assert world.state.snapshot()["water_level"] == 0
+    assert world.play(random.Random(0)).status is JobStatus.FINISHED
+
+
+def test_weights_are_published_after_the_steps_of_a_burst() -> None:
+    world = opened(steps=4, steps_per_burst=2)
+    until(world, TrainStep)
+    answer(world, TrainStep)
+    assert len(decided(world, PublishWeights)) == 1, "only the first weights so far"
+    until(world, TrainStep)
+    answer(world, TrainStep)
+    assert decided(world, PublishWeights)[-1] == PublishWeights(2, ("cell-1", "cell-0"))
+
+
+def test_dispatch_waits_for_the_burst_boundary() -> None:
+    world = opened(steps=4)
+    until(world, TrainStep)
+    num_groups = len(decided(world, OpenGroup))
+    answer(world, TrainStep)
+    assert len(decided(world, OpenGroup)) == num_groups
+    answer(world, PublishWeights)
+    new = decided(world, OpenGroup)[num_groups:]
+    assert len(new) == 2
+    assert all(group.spec.version == 1 for group in new)
+
+
+def test_the_core_stays_in_training_when_the_others_can_take_all_runs() -> None:
+    world = opened((2, 50), steps=6)
+    until(world, TrainStep)
+    while any(isinstance(action, StartRun | ScoreGroup) for action in world.pending):
+        index = next(i for i, a in enumerate(world.pending) if isinstance(a, StartRun | ScoreGroup))
+        world.answer(index, random.Random(0))
+    answer(world, TrainStep)
+    since = len(world.log)
+    answer(world, PublishWeights)
+    assert role(world) is CellRole.TRAIN
+    assert not decided(world, SwitchCell, since)
+    assert [step.step for step in decided(world, TrainStep, since)] == [2]
+
+
+def test_the_core_returns_with_the_last_rollout_capacity_as_soon_as_its_step_ends() -> None:
+    world = opened((4, 4), steps=10, steps_per_burst=2, max_staleness_steps=8)
+    until(world, TrainStep)
+    assert world.state.snapshot()["water_level"] > 0
+    world.lose("cell-1")
+    assert role(world) is CellRole.TRAIN
+    since = len(world.log)
+    answer(world, TrainStep)
+    [switch] = decided(world, SwitchCell, since)
+    assert switch.role is CellRole.ROLLOUT
+    assert world.play(random.Random(0)).status is JobStatus.FINISHED
+
+
+# -- cells that fail and return ---------------------------------------------------------------------------------------
+
+
+def test_a_stale_cell_gets_no_traffic_until_it_was_updated() -> None:
+    world = opened((4, 4))
+    world.make_stale("cell-1")
+    table = world.state.routes()
+    assert {route.cell_id: route.state for route in table.cells}["cell-1"] is CellState.STALE
+    assert {cell_id for _, cell_id in table.affinity} == {"cell-0"}
+    assert decided(world, PublishWeights)[-1] == PublishWeights(0, ("cell-1",))
+    answer(world, PublishWeights)
+    assert {route.cell_id: route.state for route in world.state.routes().cells}["cell-1"] is CellState.SERVING
+
+
+def test_a_returned_cell_gets_weights_before_runs() -> None:
+    world = opened((4, 4))
+    world.lose("cell-1")
+    world.join("cell-1")
+    assert decided(world, PublishWeights)[-1] == PublishWeights(0, ("cell-1",))
+    since = len(world.log)
+    answer(world, PublishWeights)
+    assert world.state.cells.get("cell-1").state is CellState.SERVING
+    assert since < len(world.log)
+
+
+def test_a_cell_that_serves_an_old_version_is_stale() -> None:
+    world = opened(steps=5)
+    while world.state.version < 2:
+        world.answer(0, random.Random(0))
+    since = len(world.log)
+    world.cells["cell-1"].serving = False
+    world.feed(CellServing("cell-1", 0))
+    assert world.state.cells.get("cell-1").state is CellState.STALE
+    assert decided(world, PublishWeights, since) == [PublishWeights(2, ("cell-1",))]
+
+
+def test_without_a_live_cell_the_job_fails() -> None:
+    world = opened((4, 4))
+    world.lose("cell-1")
+    world.lose("cell-0")
+    assert world.finish is not None
+    assert world.finish.status is JobStatus.FAILED
+    assert world.finish.reason.startswith("no cell is alive: cell-0 down")
+
+
+def test_without_a_cell_that_can_be_updated_the_job_fails() -> None:
+    world = opened((4,))
+    world.make_stale("cell-0")
+    while world.finish is None:
+        index = next(i for i, action in enumerate(world.pending) if isinstance(action, PublishWeights))
+        publish = world.pending.pop(index)
+        assert isinstance(publish, PublishWeights)
+        world.feed(CellStale("cell-0", "checksum of lm_head differs"))
+        world.feed(PublicationEnded(publish.version))
+    assert world.finish.reason == "no cell can serve: cell-0 rollout stale (checksum of lm_head differs)"
+    assert len(decided(world, PublishWeights)) == 1 + 3
+
+
+def test_the_job_goes_on_when_the_cores_rollout_side_dies() -> None:
+    world = opened((4, 4))
+    world.lose("cell-0")
+    assert world.play(random.Random(0)).status is JobStatus.FINISHED
+    assert world.step == 3
+
+
+def test_a_late_answer_of_a_lost_cell_means_nothing() -> None:
+    world = opened()
+    until(world, SwitchCell)
+    world.lose("cell-0")
+    assert not any(isinstance(d.action, SwitchCell) for d in world.feed(CellDrained("cell-0")))
+    with pytest.raises(InvariantError):
+        world.state.handle(CellDrained("cell-0"), 1000.0)
+
+
+# -- held-out passes --------------------------------------------------------------------------------------------------
+
+
+def test_held_out_runs_start_before_training_runs() -> None:
+    world = opened((2, 1), eval_task_names=("e0",), eval_at_start=True, eval_group_size=2)
+    assert [start.is_eval for start in decided(world, StartRun)] == [True, True, False]
+
+
+def test_held_out_groups_do_not_count_as_outstanding_but_in_the_water_level() -> None:
+    world = opened(eval_task_names=("e0", "e1"), eval_at_start=True, eval_group_size=3)
+    snapshot = world.state.snapshot()
+    assert snapshot["outstanding_groups"] == 4
+    assert snapshot["water_level"] == 4 * 2 + 2 * 3
+    assert snapshot["evaluation"]["dispatched"] == 6
+
+
+def test_a_publication_waits_for_the_held_out_pass_of_the_version_before() -> None:
+    world = opened((8, 8), eval_task_names=("e0",), eval_at_start=True, eval_group_size=2)
+    held = [action for action in world.pending if isinstance(action, StartRun) and action.is_eval]
+    world.pending = [action for action in world.pending if action not in held]
+    until(world, TrainStep)
+    answer(world, TrainStep)
+    assert len(decided(world, PublishWeights)) == 1
+    world.pending += held
+    since = len(world.log)
+    while not decided(world, RecordEvaluation, since):
+        world.answer(len(world.pending) - 1, random.Random(0))
+    [record] = decided(world, RecordEvaluation)
+    assert (record.version, record.reward_mean) == (0, 0.5)
+    assert [task.task_name for task in record.tasks] == ["e0"]
+    assert decided(world, PublishWeights)[-1].version == 1
+
+
+def test_the_final_checkpoint_knows_the_final_held_out_reward() -> None:
+    world = opened(eval_task_names=("e0",), eval_at_end=True)
+    assert world.play(random.Random(0)).status is JobStatus.FINISHED
+    assert [(c.step, c.is_final, c.eval_reward) for c in world.checkpoints] == [(3, True, 0.5)]
+    assert [record.version for record in world.evaluations] == [3]
+
+
+# -- checkpoints, resume, the end -------------------------------------------------------------------------------------
+
+
+def test_checkpoints_come_every_so_many_steps_and_at_the_end() -> None:
+    world = opened(steps=5, checkpoint_every=2)
+    world.play(random.Random(0))
+    assert [(c.step, c.is_final) for c in world.checkpoints] == [(2, False), (4, False), (5, True)]
+
+
+def test_the_next_step_waits_for_the_checkpoint() -> None:
+    world = opened((4, 50), steps=5, checkpoint_every=1)
+    until(world, SaveCheckpoint)
+    held = [action for action in world.pending if isinstance(action, SaveCheckpoint)]
+    world.pending = [action for action in world.pending if action not in held]
+    while world.pending:
+        world.answer(0, random.Random(0))
+    assert world.step == 1
+    world.pending = held
+    answer(world, SaveCheckpoint)
+    assert decided(world, TrainStep)[-1].step == 2
+
+
+def test_a_resumed_job_goes_on_with_its_ready_groups_and_tasks() -> None:
+    names = tuple(f"t{index}" for index in range(10))
+    world = opened(steps=2, checkpoint_every=1, task_names=names)
+    until(world, SaveCheckpoint)
+    resume = world.checkpoints[0].resume
+    assert resume.step == 1
+    assert len(resume.ready) + len(resume.unfinished_task_indices) == 2
+    again = World(options(steps=2, task_names=names), (4, 4), resume)
+    again.join_all()
+    assert decided(again, PublishWeights) == [PublishWeights(1, ("cell-1", "cell-0"))]
+    answer(again, PublishWeights)
+    groups = decided(again, OpenGroup)
+    assert [group.task_index for group in groups] == list(resume.unfinished_task_indices)
+    assert not {group.spec.group_id for group in groups} & set(world.specs)
+    assert again.play(random.Random(0)).status is JobStatus.FINISHED
+    assert again.step == 2
+
+
+def test_unneeded_runs_are_cancelled_when_the_last_step_is_trained() -> None:
+    world = opened((4, 50), steps=1, carry_over_steps=0.0)
+    world.play(random.Random(0))
+    assert len(world.specs) == 2, "no more groups than the steps that are left can train"
+
+
+def test_cancel_waits_for_the_step_in_flight_then_saves() -> None:
+    world = opened()
+    until(world, TrainStep)
+    decisions = world.feed(CancelRequested("enough"))
+    assert not any(isinstance(decision.action, FinishJob | SaveCheckpoint) for decision in decisions)
+    answer(world, TrainStep)
+    [saved] = world.checkpoints
+    assert (saved.step, saved.is_final) == (1, True)
+    answer(world, SaveCheckpoint)
+    assert world.finish == FinishJob(JobStatus.CANCELLED, "enough")
+
+
+def test_cancel_before_the_first_step_saves_nothing() -> None:
+    world = opened()
+    world.feed(CancelRequested("enough"))
+    assert world.finish == FinishJob(JobStatus.CANCELLED, "enough")
+    assert not world.checkpoints
+    assert world.state.snapshot()["water_level"] == 0
+    assert not world.feed(CellJoined("cell-1", 4, False)), "nothing is decided after the end"
+
+
+def test_a_failed_training_ends_the_job() -> None:
+    world = opened()
+    until(world, TrainStep)
+    world.ready |= set(decided(world, TrainStep)[-1].group_ids)
+    world.feed(TrainingFailed("rank 0 was killed"))
+    assert world.finish == FinishJob(JobStatus.FAILED, "training failed: rank 0 was killed")
+
+
+def test_the_route_tables_epoch_rises_with_each_change() -> None:
+    world = opened((2, 2))
+    tables = [world.state.routes()]
+    for _ in range(60):
+        if world.finish is None:
+            world.answer(0, random.Random(0))
+            tables.append(world.state.routes())
+    for before, after in itertools.pairwise(tables):
+        assert after.epoch >= before.epoch
+        same = (before.cells, before.affinity) == (after.cells, after.affinity)
+        assert same or after.epoch > before.epoch
