@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e import jobs
 
-MARGIN = 0.15
+MARGIN = 0.3
 """By how much the mean reward of the last two steps must be above that of the first two."""
 
 
@@ -20,10 +20,10 @@ def test_a_tiny_model_learns_through_the_whole_chain(start_job: Callable[..., jo
     assert code == 0, text
     summary = job.summary()
     rewards = summary["reward_mean_by_step"]
-    assert summary["steps_completed"] == 8
+    assert summary["steps_completed"] == 14
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + MARGIN, rewards
-    assert summary["policy_version"] == 8
-    assert summary["runs_finished"] >= 8 * 32
+    assert summary["policy_version"] == 14
+    assert summary["runs_finished"] >= 14 * 32
     assert summary["runs_failed"] == 0
     assert 0 <= summary["logprob_abs_diff_max"] < 1e-3
     for key in ("rollout_tokens", "train_tokens", "wall_s", "peak_rss_bytes"):
