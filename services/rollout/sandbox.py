@@ -5,22 +5,31 @@ Harnesses and verifiers run what a policy wrote, so both run here. See ``sandbox
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import selectors
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from services.common.errors import MachineError
 from services.rollout.config import SandboxConfig
-from services.rollout.processes import Tail, folder_bytes, kill_group, kill_pids, measure_tree, pids_with_mark
+from services.rollout.processes import (
+    Tail,
+    folder_bytes,
+    kill_group,
+    kill_pids,
+    measure_tree,
+    no_orphans,
+    pids_with_mark,
+)
 from services.rollout.sandbox_command import (
     ExitReason,
     Limits,
@@ -62,10 +71,11 @@ def run_sandboxed(
     request: SandboxRequest, kind: SandboxKind = "bubblewrap", cancel: threading.Event | None = None
 ) -> SandboxExit:
     """Run the command to its end or to its limits. Blocks; nothing of it runs any more when this returns."""
+    mark = secrets.token_hex(16)
     try:
         _write_scratch(request)
-        with _forwarder(request, kind):
-            return _Watch(request, kind, cancel or threading.Event()).run()
+        with no_orphans(_MARK, mark), _forwarder(request, kind, mark):
+            return _Watch(request, kind, cancel or threading.Event(), mark).run()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
         return SandboxExit(ExitReason.NOT_STARTED, None, 0.0, 0, f"cannot start: {error}", b"", b"")
 
@@ -73,11 +83,11 @@ def run_sandboxed(
 class _Watch:
     """One sandboxed process from its start to its end; a single loop reads, samples and decides."""
 
-    def __init__(self, request: SandboxRequest, kind: SandboxKind, cancel: threading.Event) -> None:
+    def __init__(self, request: SandboxRequest, kind: SandboxKind, cancel: threading.Event, mark: str) -> None:
         self._request = request
         self._kind = kind
         self._cancel = cancel
-        self._mark = secrets.token_hex(16)
+        self._mark = mark
         self._stdout, self._stderr = Tail(_LOG_TAIL_BYTES), Tail(_LOG_TAIL_BYTES)
         self._ready, self._info = Tail(1 << 10), Tail(1 << 16)
         self._selector = selectors.DefaultSelector()
@@ -107,18 +117,19 @@ class _Watch:
 
     def _spawn(self) -> None:
         env = {**request_env(self._request, self._kind), _MARK: self._mark}
-        readers, writers = zip(*(os.pipe() for _ in range(4)), strict=True)
-        out, err, ready, info = writers
+        readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
+        out, err, info = writers
+        self._line, line = socket.socketpair()
         try:
             if self._kind == "bubblewrap":
-                command, stdin = bubblewrap_command(self._request, host_system(), info), ready
+                # RLIMIT_AS breaks node and RLIMIT_NPROC counts the user's other processes: the loop watches those
+                command = ["/usr/bin/prlimit", "--core=0", f"--fsize={self._request.limits.workspace_bytes}", "--"]
+                command += bubblewrap_command(self._request, host_system(), info)
             else:
-                command, stdin = list(self._request.command), subprocess.DEVNULL
-            # RLIMIT_AS breaks node and RLIMIT_NPROC counts the user's other processes: the loop watches those
-            limits = ["--core=0", f"--fsize={self._request.limits.workspace_bytes}"]
+                command = list(self._request.command)
             self._process = subprocess.Popen(
-                ["/usr/bin/prlimit", *limits, "--", *command] if self._kind == "bubblewrap" else command,
-                stdin=stdin,
+                command,
+                stdin=line.fileno() if self._kind == "bubblewrap" else subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 env=env,
@@ -129,14 +140,18 @@ class _Watch:
         except (OSError, ValueError):
             for reader in readers:
                 os.close(reader)
+            self._line.close()
             self._selector.close()
             raise
         finally:
+            line.close()
             for writer in writers:
                 os.close(writer)
-        for reader, tail in zip(readers, (self._stdout, self._stderr, self._ready, self._info), strict=True):
+        for reader, tail in zip(readers, (self._stdout, self._stderr, self._info), strict=True):
             os.set_blocking(reader, False)
             self._selector.register(reader, selectors.EVENT_READ, tail)
+        self._line.setblocking(False)
+        self._selector.register(self._line.fileno(), selectors.EVENT_READ, self._ready)
 
     def _loop(self, start_s: float) -> tuple[ExitReason, str, float | None]:
         """Until the command ends or has to be ended: (reason, detail, when the command itself started)."""
@@ -151,6 +166,7 @@ class _Watch:
                 self._read(0)
             if ready_s is None and self._ready.last_line() == "ready":
                 ready_s = now_s
+                self._tell_go()
             if ended:
                 return ExitReason.EXITED, "", ready_s
             if self._cancel.is_set():
@@ -169,11 +185,11 @@ class _Watch:
         limits = self._request.limits
         usage = measure_tree(self._process.pid)
         self._peak_rss_bytes = max(self._peak_rss_bytes, usage.rss_bytes)
+        if (num_processes := len(usage.pids) - self._overhead) > limits.max_processes:
+            return ExitReason.PROCESSES, f"killed: {num_processes} processes, {limits.max_processes} allowed"
         if usage.rss_bytes > limits.memory_bytes:
             used = f"{usage.rss_bytes >> 20} MiB of memory"
             return ExitReason.MEMORY, f"killed: {used}, {limits.memory_bytes >> 20} MiB allowed"
-        if (num_processes := len(usage.pids) - self._overhead) > limits.max_processes:
-            return ExitReason.PROCESSES, f"killed: {num_processes} processes, {limits.max_processes} allowed"
         if check_disk and folder_bytes(self._disk, limits.workspace_bytes) > limits.workspace_bytes:
             return ExitReason.DISK, f"killed: more than {limits.workspace_bytes >> 20} MiB of files"
         return None
@@ -187,11 +203,23 @@ class _Watch:
                 chunk = os.read(key.fd, 1 << 16)
             except BlockingIOError:
                 continue
+            except ConnectionError:
+                chunk = b""
             if chunk:
                 key.data.add(chunk)
             else:
-                self._selector.unregister(key.fd)
-                os.close(key.fd)
+                self._drop(key.fd)
+
+    def _drop(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        if fd == self._line.fileno():
+            self._line.close()
+        else:
+            os.close(fd)
+
+    def _tell_go(self) -> None:
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            self._line.sendall(b"go\n")
 
     def _end(self) -> None:
         """End every process, wait until they are gone, keep what they had written."""
@@ -209,7 +237,7 @@ class _Watch:
         while self._selector.get_map() and time.monotonic() < give_up_s:
             self._read(_TICK_S)
         for key in list(self._selector.get_map().values()):
-            os.close(key.fd)
+            self._drop(key.fd)
         self._selector.close()
 
 
@@ -244,8 +272,8 @@ def _write_scratch(request: SandboxRequest) -> None:
     Path(request.scratch, "proxy.sock").unlink(missing_ok=True)
 
 
-@contextmanager
-def _forwarder(request: SandboxRequest, kind: SandboxKind) -> Iterator[None]:
+@contextlib.contextmanager
+def _forwarder(request: SandboxRequest, kind: SandboxKind, mark: str) -> Iterator[None]:
     """While it is open, the scratch folder's socket leads to the proxy."""
     if kind == "none" or request.proxy is None:
         yield
@@ -253,6 +281,7 @@ def _forwarder(request: SandboxRequest, kind: SandboxKind) -> Iterator[None]:
     process = subprocess.Popen(
         forwarder_command(request.proxy),
         cwd=request.scratch,
+        env={"PATH": os.environ.get("PATH", os.defpath), _MARK: mark},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -276,7 +305,7 @@ def check_sandbox(config: SandboxConfig) -> list[str]:
     """What keeps this machine from running the configured sandbox, each with what to do; empty if nothing does."""
     if config.kind == "none":
         return []
-    packages = {"bwrap": "bubblewrap", "socat": "socat", "setpriv": "util-linux", "prlimit": "util-linux"}
+    packages = {"bwrap": "bubblewrap", "socat": "socat", "prlimit": "util-linux"}
     missing = sorted({package for program, package in packages.items() if shutil.which(program) is None})
     if missing:
         return [f"not installed: {', '.join(missing)}. Run: apt-get install -y {' '.join(missing)}"]

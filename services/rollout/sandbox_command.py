@@ -24,7 +24,7 @@ BASE_ENV = {
 _RUNTIME = "/run/tidegate"
 _UID = "1000"
 
-# The harness starts only when the port answers; "ready" goes to standard input, which is a pipe to the runner.
+# Standard input is a socket to the runner: the command starts when the port answers and the runner has seen it.
 _START_SCRIPT = """\
 if [ "$1" != 0 ]; then
   socat -t 600 "TCP-LISTEN:$1,bind=127.0.0.1,fork,reuseaddr,backlog=128,nodelay" UNIX-CONNECT:{socket} \\
@@ -34,6 +34,7 @@ fi
 shift 2
 command -v -- "$1" >/dev/null || {{ echo "cannot run '$1': not found in the sandbox" >&2; exit 127; }}
 echo ready >&0
+read -r go <&0 || {{ kill -KILL -1; exit 1; }}
 exec "$@" </dev/null
 """
 
@@ -168,8 +169,7 @@ def forwarder_command(proxy: tuple[str, int]) -> list[str]:
     host, port = proxy
     host = f"[{host}]" if ":" in host else host
     listen = "UNIX-LISTEN:proxy.sock,fork,mode=600,backlog=128"
-    # setpriv: a runner that is killed takes its forwarder with it
-    return ["setpriv", "--pdeathsig", "KILL", "--", "socat", "-t", "600", listen, f"TCP:{host}:{port},nodelay"]
+    return ["socat", "-t", "600", listen, f"TCP:{host}:{port},nodelay"]
 
 
 def request_env(request: SandboxRequest, kind: SandboxKind) -> dict[str, str]:

@@ -1,0 +1,13 @@
+#!/bin/bash
+# Writes the reward of what the agent left in the workspace.
+cd "${APP_DIR:-/app}"
+if [ -f sun.txt ] && [ "$(cat sun.txt)" = $'monday\nmelon' ]; then
+    reward=1 # the new line below the old one
+elif grep -q monday sun.txt && grep -q melon sun.txt; then
+    reward=0.5 # both lines, otherwise placed
+elif grep -q melon sun.txt; then
+    reward=0.2 # the new line, but the old one is lost
+else
+    reward=0
+fi
+echo "$reward" >"${LOGS_DIR:-/logs/verifier}/reward.txt"

@@ -1,0 +1,2 @@
+#!/bin/bash
+cp flag.txt planet.txt

@@ -1,0 +1,13 @@
+#!/bin/bash
+# Writes the reward of what the agent left in the workspace.
+cd "${APP_DIR:-/app}"
+if [ -f planet.txt ] && [ "$(cat planet.txt)" = yellow ] && [ -f flag.txt ] && [ "$(cat flag.txt)" = yellow ]; then
+    reward=1 # both files
+elif [ -f planet.txt ] && [ "$(cat planet.txt)" = yellow ]; then
+    reward=0.5 # the new file, but the old one is lost
+elif [ -e planet.txt ]; then
+    reward=0.2 # the new file, with other content
+else
+    reward=0
+fi
+echo "$reward" >"${LOGS_DIR:-/logs/verifier}/reward.txt"

@@ -1,0 +1,2 @@
+#!/bin/bash
+mv hat.txt plate.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+echo velvet peach > train.txt

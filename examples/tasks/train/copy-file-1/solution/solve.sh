@@ -1,0 +1,2 @@
+#!/bin/bash
+cp window.txt game.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+cp box.txt water.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+mkdir island && touch island/office.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+mkdir tool && touch tool/fish.txt

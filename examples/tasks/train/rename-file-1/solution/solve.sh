@@ -1,0 +1,2 @@
+#!/bin/bash
+mv drink.txt garden.txt

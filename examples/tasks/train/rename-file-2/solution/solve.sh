@@ -1,0 +1,2 @@
+#!/bin/bash
+mv guest.txt horse.txt

@@ -1,0 +1,13 @@
+#!/bin/bash
+# Writes the reward of what the agent left in the workspace.
+cd "${APP_DIR:-/app}"
+if [ -f horse.txt ] && [ "$(cat horse.txt)" = rose ] && [ ! -e guest.txt ]; then
+    reward=1 # only the new name
+elif [ -f horse.txt ] && [ "$(cat horse.txt)" = rose ]; then
+    reward=0.5 # the new name beside the old one
+elif [ -e horse.txt ] || [ ! -e guest.txt ]; then
+    reward=0.2 # the new name with other content, or the old one gone
+else
+    reward=0
+fi
+echo "$reward" >"${LOGS_DIR:-/logs/verifier}/reward.txt"

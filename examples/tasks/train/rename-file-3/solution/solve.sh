@@ -1,0 +1,2 @@
+#!/bin/bash
+mv pilot.txt dish.txt
