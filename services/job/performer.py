@@ -206,7 +206,8 @@ class ClusterPerformer:
                 emit(CellJoined(cell_id, status.slots, is_core=cell_id == make_cell_id(0)))
                 while True:
                     await asyncio.sleep(_POLL_S)
-                    await asyncio.wait_for(_as_future(actor.status.remote()), _POLL_TIMEOUT_S)
+                    async with asyncio.timeout(_POLL_TIMEOUT_S):
+                        await actor.status.remote()
             except (RayError, TidegateError, TimeoutError) as error:
                 emit(CellLost(cell_id, _first_line(error)))
                 if not joined or (isinstance(error, RayActorError) and not await _restarts(actor)):
@@ -291,14 +292,11 @@ def _actor(name: str) -> Any:
     return ray.get_actor(name, namespace=RAY_NAMESPACE)
 
 
-async def _as_future(ref: Any) -> Any:
-    return await ref
-
-
 async def _restarts(actor: Any) -> bool:
     """Whether Ray brings the actor back (its restarts are not used up)."""
     try:
-        await asyncio.wait_for(_as_future(actor.__ray_ready__.remote()), _POLL_TIMEOUT_S)
+        async with asyncio.timeout(_POLL_TIMEOUT_S):
+            await actor.__ray_ready__.remote()
     except (RayError, TimeoutError):
         return False
     return True
