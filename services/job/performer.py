@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from services.common.errors import TidegateError
-from services.common.ids import JobId, RunId, make_cell_id, shard_of
+from services.common.ids import CellId, JobId, RunId, make_cell_id, shard_of
 from services.common.metrics import metric
 from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, route_prefix, runner_actor, shard_actor
 from services.common.types import CellRole
@@ -192,8 +192,8 @@ class ClusterPerformer:
 
     # -- cells --------------------------------------------------------------------------------------------------------
 
-    async def _attend_cell(self, cell_id: str, emit: Emit) -> None:
-        actor = _actor(rollout_actor(self._at.job_id, make_cell_id(int(cell_id.rpartition("-")[2]))))
+    async def _attend_cell(self, cell_id: CellId, emit: Emit) -> None:
+        actor = _actor(rollout_actor(self._at.job_id, cell_id))
         joined = False
         while True:
             try:

@@ -99,9 +99,11 @@ class RolloutCell:
     async def start(self) -> str:
         """Start the engine and the gRPC server; returns the server's address. A second call only returns it.
 
-        The cell is STALE, with version -1, until weights were published to it and verified.
+        The cell is STALE, with version -1, until weights were published to it and verified. Raises ``EngineError`` if
+        the engine does not start, or died since.
         """
         async with self._starting:
+            self._check_alive()
             if self._server is None:
                 await self._engine.start()
                 self._server, self._address = await serve_cell(self, self._config.cells.grpc_host, self._grpc_token)
@@ -139,15 +141,15 @@ class RolloutCell:
         while True:
             await asyncio.sleep(_HEALTH_EVERY_S)
             if self._engine.dead:
-                await self._bury("its process ended")
+                await self._bury()
                 return
 
-    async def _bury(self, reason: str) -> None:
+    async def _bury(self) -> None:
         """The engine is gone: tell every caller, then end the actor, so that the job starts another."""
         if self._standing.dead:
             return
-        _log.error("the engine of %s died: %s", self._cell_id, reason)
-        await self._change(EngineDied(f"the engine died: {reason}"))
+        await self._change(EngineDied("the engine's process ended"))
+        _log.error("%s: %s", self._cell_id, self._standing.reason)
         if _in_actor():
             # not exit_actor(): that is an orderly end, after which Ray does not start the actor again
             asyncio.get_running_loop().call_later(_FAREWELL_S, os._exit, 1)
@@ -244,9 +246,9 @@ class RolloutCell:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield output
-        except EngineError as error:
+        except EngineError:
             if self._engine.dead:
-                await self._bury(str(error))
+                await self._bury()
             raise
         finally:
             call.in_engine = None
@@ -352,7 +354,7 @@ class RolloutCell:
         except TidegateError as error:
             complaints.append(str(error))
             if self._engine.dead:
-                await self._bury(str(error))
+                await self._bury()
         reason = "; ".join(complaints)
         if not self._standing.dead:
             await self._change(UpdateFailed(reason) if reason else UpdateVerified(manifest.version))

@@ -146,6 +146,7 @@ class Engine:
             "disable_log_stats": True,
         }
         if current_platform.is_cpu():
+            _check_memory(config.kv_cache_bytes)
             arguments["enforce_eager"] = True
             if config.tensor_parallel_size == 1:
                 arguments["distributed_executor_backend"] = "uni"
@@ -287,6 +288,15 @@ class Engine:
             if process.pid not in others:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+
+
+def _check_memory(kv_cache_bytes: int) -> None:
+    available_bytes = psutil.virtual_memory().available
+    if kv_cache_bytes > available_bytes:
+        raise EngineError(
+            f"out of memory: the KV pool needs {kv_cache_bytes >> 20} MiB, {available_bytes >> 20} MiB are free.",
+            "Lower rollout.engine.kv_cache_bytes, or free memory.",
+        )
 
 
 @contextlib.contextmanager

@@ -58,3 +58,19 @@ class Order:
     """Indices into ``TrainStep.micro_steps`` that this rank takes."""
     num_claims: int = 0
     """Micro-steps of the step, over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxStatus:
+    """What a mailbox says of itself."""
+
+    num_ranks: int
+    """Ranks of the present group that are ready."""
+    command: str
+    """Name of the command in flight; empty if there is none."""
+    num_taken: int
+    """Ranks that have taken it."""
+    num_waiting: int
+    """Commands behind it."""
+    closed: str
+    """Why no command is taken any more, if so."""

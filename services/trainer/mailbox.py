@@ -15,7 +15,7 @@ from typing import Any
 
 from services.common.errors import InvariantError, TrainingError
 from services.trainer.claims import ClaimBoard
-from services.trainer.commands import Command, Order, SaveCheckpoint, Stop, TrainStep
+from services.trainer.commands import Command, MailboxStatus, Order, SaveCheckpoint, Stop, TrainStep
 
 _POLL_S = 1.0
 """How often a waiting command looks whether its deadline has been moved."""
@@ -33,6 +33,7 @@ class _Entry:
     board: ClaimBoard | None = None
     results: dict[int, Any] = field(default_factory=dict)
     """By rank."""
+    takers: set[int] = field(default_factory=set)
     deadline_s: float = 0.0
 
     def start_over(self, order_id: int) -> None:
@@ -40,6 +41,7 @@ class _Entry:
         self.order_id = order_id
         self.board = None
         self.results = {}
+        self.takers = set()
 
 
 def _catching_up(entry: _Entry) -> TrainStep | None:
@@ -145,6 +147,16 @@ class Mailbox:
             self._finish(entry, error=TrainingError(reason, _RESTART_HINT))
         await self._advance()
 
+    async def status(self) -> MailboxStatus:
+        entry = self._current
+        return MailboxStatus(
+            num_ranks=len(self._registered),
+            command=type(entry.command).__name__ if entry else "",
+            num_taken=len(entry.takers) if entry else 0,
+            num_waiting=len(self._queue),
+            closed=self._closed,
+        )
+
     def _make_entry(self, command: Command, answer: asyncio.Future[Any] | None) -> _Entry:
         return _Entry(self._next_order_id(), command, answer)
 
@@ -165,6 +177,7 @@ class Mailbox:
         self._queue.extendleft(self._make_entry(step, None) for step in reversed(missing))
 
     def _order(self, entry: _Entry, rank: int) -> Order:
+        entry.takers.add(rank)
         if not isinstance(entry.command, TrainStep):
             return Order(entry.order_id, entry.command)
         num_claims = len(entry.command.micro_steps)

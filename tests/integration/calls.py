@@ -89,6 +89,7 @@ class Pair:
     cell: RolloutCell
     publisher: Publisher
     tokenizer: Any
+    model_path: Path
 
 
 @asynccontextmanager
@@ -98,7 +99,7 @@ async def paired(model_path: Path, config: RolloutConfig, **environment: str) ->
         cell = RolloutCell(JobId("test"), CellId("cell-0"), config, str(model_path), TOKEN)
         await cell.start()
         try:
-            yield Pair(cell, publisher, AutoTokenizer.from_pretrained(model_path))
+            yield Pair(cell, publisher, AutoTokenizer.from_pretrained(model_path), model_path)
         finally:
             await cell.stop()
 

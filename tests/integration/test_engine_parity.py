@@ -13,10 +13,12 @@ import pytest_asyncio
 import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
-from services.common.errors import EngineError
+from services.common.errors import ConfigError, EngineError
 from services.common.models import resolve_model
 from services.common.types import CellState
 from services.rollout.cell import RolloutCell
+from services.rollout.config import EngineConfig
+from services.rollout.engine import Engine
 from services.rollout.types import Sampling
 from tests.integration import stale_head
 from tests.integration.calls import PROMPT, Answer, Pair, ask, paired, tiny_config, until
@@ -104,6 +106,19 @@ async def test_a_tensor_that_is_missing_is_named(tied: Pair) -> None:
 
 async def test_engine_and_trainer_agree_through_a_large_change_of_untied_weights(untied: Pair) -> None:
     await _assert_parity_through_a_large_change(untied, version=0)
+
+
+async def test_a_kv_pool_beyond_the_memory_is_one_clear_error(untied: Pair) -> None:
+    engine = Engine(EngineConfig(kv_cache_bytes=1 << 50), str(untied.model_path))
+    with pytest.raises(EngineError, match="out of memory") as caught:
+        await engine.start()
+    assert "kv_cache_bytes" in caught.value.hint
+
+
+async def test_an_unknown_engine_argument_is_named(untied: Pair) -> None:
+    engine = Engine(EngineConfig(extra={"no_such_argument": 1}), str(untied.model_path))
+    with pytest.raises(ConfigError, match="no_such_argument"):
+        await engine.start()
 
 
 async def test_an_engine_that_dies_is_loud(untied: Pair) -> None:

@@ -22,10 +22,10 @@ from services.common.names import RAY_NAMESPACE
 from services.common.transfer import open_transfer_engine
 from services.trainer import checkpoint as checkpoints
 from services.trainer.cell import run_training
-from services.trainer.commands import Publish, SaveCheckpoint, Stop, TrainStep
-from services.trainer.config import LoraConfig, OptimizerConfig, TrainerConfig
+from services.trainer.commands import Order, Publish, SaveCheckpoint, Stop, TrainStep
+from services.trainer.config import OptimizerConfig, TrainerConfig
 from services.trainer.mailbox import Mailbox
-from services.trainer.rank import TrainingSpec
+from services.trainer.rank import TrainingRank, TrainingSpec
 from services.trainer.types import StepReport, WeightManifest
 from tests.unit.trainer.forests import make_micro_step
 
@@ -55,23 +55,26 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(resolve_model("tiny-qwen3", tmp_path_factory.mktemp("models")))
 
 
+def make_config(**settings: Any) -> TrainerConfig:
+    return TrainerConfig(
+        **{"optimizer": OptimizerConfig(learning_rate=1e-3), "cpus_per_worker": 0.5, "max_restarts": 2, **settings}
+    )
+
+
 class Cell:
     """A mailbox with its training ranks."""
 
     def __init__(self, name: str, model_path: str, folder: Path, **settings: Any) -> None:
-        config = TrainerConfig(
-            **{"optimizer": OptimizerConfig(learning_rate=1e-3), "cpus_per_worker": 0.5, "max_restarts": 2, **settings}
-        )
         self.checkpoint_dir = folder / "checkpoints"
-        spec = TrainingSpec(name, model_path, config, str(self.checkpoint_dir))
+        spec = TrainingSpec(name, model_path, make_config(**settings), str(self.checkpoint_dir))
         self.mailbox = ray.remote(Mailbox).options(name=name, namespace=RAY_NAMESPACE, num_cpus=0).remote(120.0)
         self.training = ray.remote(run_training).options(num_cpus=0).remote(spec, str(folder / "ray"))
 
     def submit(self, command: Any) -> Any:
         return ray.get(self.mailbox.submit.remote(command), timeout=150)
 
-    def train(self, step: int, seeds: tuple[int, ...] = (1, 2, 3)) -> StepReport:
-        report: StepReport = self.submit(train_step(step, seeds))
+    def train(self, step: int) -> StepReport:
+        report: StepReport = self.submit(train_step(step))
         return report
 
     def stop(self) -> None:
@@ -80,8 +83,12 @@ class Cell:
         ray.kill(self.mailbox)
 
 
-def train_step(step: int, seeds: tuple[int, ...] = (1, 2, 3)) -> TrainStep:
-    return TrainStep(step, -1, 0.9, tuple(ray.put(make_micro_step(seed + 10 * step)) for seed in seeds))
+def train_step(step: int) -> TrainStep:
+    return TrainStep(step, -1, 0.9, tuple(ray.put(make_micro_step(seed)) for seed in seeds_of(step)))
+
+
+def seeds_of(step: int) -> list[int]:
+    return [10 * step + offset for offset in (1, 2, 3)]
 
 
 def training_ranks() -> list[psutil.Process]:
@@ -118,10 +125,23 @@ def pull(manifest: WeightManifest) -> dict[str, np.ndarray[Any, Any]]:
     return tensors
 
 
-def test_steps_publication_and_checkpoint(cluster: None, model_path: str, tmp_path: Path) -> None:
+def in_this_process(model_path: str, folder: Path, num_steps: int) -> tuple[list[StepReport], dict[str, Any]]:
+    """Reports and weights of one rank that nobody disturbs."""
+    spec = TrainingSpec("none", model_path, make_config(), str(folder))
+    rank = TrainingRank(spec, rank=0, world_size=1, device=torch.device("cpu"))
+    reports = []
+    for step in range(1, num_steps + 1):
+        micro_steps = [make_micro_step(seed) for seed in seeds_of(step)]
+        reports.append(rank.do(Order(step, TrainStep(step, -1, 0.9, tuple(micro_steps))), micro_steps))
+    weights = pull(rank.do(Order(0, Publish(num_steps)), []))
+    rank.close()
+    return reports, weights
+
+
+def test_steps_publication_checkpoint_and_the_end(cluster: None, model_path: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    cell = Cell("steps/core", model_path, tmp_path)
+    cell = Cell("steps/core", model_path, tmp_path, max_restarts=0)
     reports = [cell.train(step) for step in (1, 2)]
     assert [report.step for report in reports] == [1, 2]
     assert all(report.num_runs == 9 and report.grad_norm > 0 for report in reports)
@@ -144,74 +164,58 @@ def test_steps_publication_and_checkpoint(cluster: None, model_path: str, tmp_pa
     with pytest.raises(TidegateError, match="cannot be taken"):
         cell.train(7)
     assert cell.train(3).step == 3  # an order that cannot be done harms nothing
-    cell.stop()
-    assert not training_ranks()
+
+    (rank,) = training_ranks()
+    rank.kill()  # it may not be restarted: whoever waits is told
+    with pytest.raises(TrainingError):
+        cell.train(4)
+    with pytest.raises(TrainingError):
+        ray.get(cell.training, timeout=60)
 
 
 def test_killed_rank_is_restarted_and_the_step_is_completed(cluster: None, model_path: str, tmp_path: Path) -> None:
-    expected = Cell("undisturbed/core", model_path, tmp_path / "a")
-    for step in (1, 2, 3, 4):
-        last = expected.train(step)
-    undisturbed = pull(expected.submit(Publish(4)))
-    expected.stop()
-
-    cell = Cell("killed/core", model_path, tmp_path / "b")
+    reports, undisturbed = in_this_process(model_path, tmp_path / "undisturbed", 4)
+    cell = Cell("killed/core", model_path, tmp_path)
     for step in (1, 2):
         cell.train(step)
     cell.submit(SaveCheckpoint(2, 2))
     cell.train(3)  # after the checkpoint: must be taken again
 
     @ray.remote(num_cpus=0)
-    def slow(micro_step: Any, gate: Any) -> Any:
+    def held_back(micro_step: Any, gate: str) -> Any:
         while not Path(gate).exists():
             time.sleep(0.02)
         return micro_step
 
-    gate = str(tmp_path / "gate")
+    gate = tmp_path / "gate"
     command = train_step(4)
-    held = (*command.micro_steps[:2], slow.remote(command.micro_steps[2], gate))
-    answer = cell.mailbox.submit.remote(TrainStep(4, -1, 0.9, held))
-    (rank,) = wait_for(training_ranks)
-    time.sleep(0.5)  # it now waits in the middle of the step for its last micro-step
+    micro_steps = (*command.micro_steps[:2], held_back.remote(command.micro_steps[2], str(gate)))
+    answer = cell.mailbox.submit.remote(TrainStep(4, -1, 0.9, micro_steps))
+    wait_for(lambda: ray.get(cell.mailbox.status.remote()).num_taken == 1)
+    (rank,) = training_ranks()
     rank.kill()
-    Path(gate).touch()
+    gate.touch()
     report = ray.get(answer, timeout=150)
     assert report.step == 4
-    assert report.loss == pytest.approx(last.loss, abs=1e-6)
+    assert report.loss == pytest.approx(reports[3].loss, abs=1e-6)
     published = pull(cell.submit(Publish(4)))
     for name, tensor in undisturbed.items():
         np.testing.assert_allclose(published[name], tensor, atol=1e-7)
     cell.stop()
+    assert not training_ranks()
 
 
-def test_ranks_that_die_too_often_end_the_training(cluster: None, model_path: str, tmp_path: Path) -> None:
-    cell = Cell("dying/core", model_path, tmp_path, max_restarts=0)
-    cell.train(1)
-    (rank,) = training_ranks()
-    rank.kill()
-    with pytest.raises(TrainingError):
-        cell.train(2)
-    with pytest.raises(TrainingError):
-        ray.get(cell.training, timeout=60)
-
-
-@pytest.mark.parametrize("tune", ["full", "lora"])
-def test_two_ranks_equal_one(cluster: None, model_path: str, tmp_path: Path, tune: str) -> None:
-    settings: dict[str, Any] = {"tune": LoraConfig(rank=4)} if tune == "lora" else {}
-    published, reports = [], []
-    for num_workers in (1, 2):
-        name = f"{tune}-{num_workers}/core"
-        cell = Cell(name, model_path, tmp_path / str(num_workers), num_workers=num_workers, **settings)
-        reports.append([cell.train(step) for step in (1, 2)])
-        published.append(pull(cell.submit(Publish(2))))
-        cell.stop()
-    for one, two in zip(*reports, strict=True):
+def test_two_ranks_equal_one(cluster: None, model_path: str, tmp_path: Path) -> None:
+    reports, expected = in_this_process(model_path, tmp_path / "one", 2)
+    cell = Cell("two/core", model_path, tmp_path, num_workers=2)
+    for one, two in zip(reports, [cell.train(step) for step in (1, 2)], strict=True):
         assert two.loss == pytest.approx(one.loss, abs=1e-5)
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
         assert (two.num_runs, two.num_targets, two.num_tokens) == (one.num_runs, one.num_targets, one.num_tokens)
         assert two.entropy == pytest.approx(one.entropy, abs=1e-5)
-    for name, tensor in published[0].items():
-        np.testing.assert_allclose(published[1][name], tensor, atol=2e-5)
+    for name, tensor in pull(cell.submit(Publish(2))).items():
+        np.testing.assert_allclose(tensor, expected[name], atol=2e-5)
+    cell.stop()
 
 
 def test_model_that_cannot_be_trained_fails_the_first_command(cluster: None, tmp_path: Path) -> None:
