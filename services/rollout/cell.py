@@ -387,6 +387,8 @@ class RolloutCell:
     ) -> UpdateResult:
         if reason:
             _log.warning("%s refused version %d: %s", self._cell_id, manifest.version, reason)
+        for worker in workers:
+            _log.info("%s, version %d: %s", self._cell_id, manifest.version, worker)
         return UpdateResult(
             cell_id=self._cell_id,
             version=manifest.version,

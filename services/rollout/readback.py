@@ -167,8 +167,7 @@ def _check_parameter(
     held = getattr(layer, name).data
     expected = _fill(calls, held.device)
     if held.shape == expected.shape:
-        given = ~expected.isnan() if expected.is_floating_point() else torch.ones_like(expected, dtype=torch.bool)
-        if torch.equal(held.to(expected.dtype)[given], expected[given]):
+        if _equal_where_given(held, expected):
             found.num_equal += 1
         else:
             found.complaints.append(f"{full_name} differs from what was sent")
@@ -176,6 +175,17 @@ def _check_parameter(
         _check_packed(found, layer, expected, full_name, version)
     else:
         found.num_unread += 1
+
+
+def _equal_where_given(held: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether both are equal, bit for bit, wherever a loader wrote something into ``expected``."""
+    held = held.to(expected.dtype)
+    if torch.equal(held, expected):
+        return True
+    if not expected.is_floating_point():
+        return False
+    given = ~expected.isnan()
+    return torch.equal(held[given], expected[given])
 
 
 def _fill(calls: list[LoaderCall], device: torch.device) -> torch.Tensor:
@@ -201,8 +211,7 @@ def _check_packed(found: ReadBack, layer: nn.Module, expected: torch.Tensor, ful
     one_hot[torch.arange(num_columns), columns] = 1
     read = layer.cpu_linear(one_hot, getattr(layer, "weight", None), None)  # type: ignore[operator]
     wanted = expected[:, columns].T
-    given = ~wanted.isnan()
-    if torch.equal(read.to(wanted.dtype)[given], wanted[given]):
+    if _equal_where_given(read, wanted):
         found.num_probed += 1
     else:
         found.complaints.append(f"{full_name} multiplies with other weights than were sent")
