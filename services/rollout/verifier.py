@@ -56,18 +56,20 @@ def verify(
 def _evaluate(
     task: Task, workspace: Path, folder: Path, sandbox: SandboxConfig, cancel: threading.Event | None
 ) -> Verdict:
-    app, logs = folder / "app", folder / "logs"
+    app, logs, scratch = folder / "app", folder / "logs", folder / "scratch"
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        logs.mkdir(parents=True)
+        for part in (logs, scratch):
+            part.mkdir(parents=True)
         copy_tree(workspace, app)
-        result = run_sandboxed(_request(task, app, logs, folder, sandbox), sandbox.kind, cancel)
+        result = run_sandboxed(_request(task, app, logs, scratch, sandbox), sandbox.kind, cancel)
         (folder / "stdout").write_bytes(result.stdout)
         (folder / "stderr").write_bytes(result.stderr)
     except OSError as error:
         return Verdict(None, Outcome.VERIFIER_FAILURE, f"verifier: {error}", 0.0)
     finally:
-        shutil.rmtree(app, ignore_errors=True)
+        for part in (app, scratch):
+            shutil.rmtree(part, ignore_errors=True)
     match result.reason:
         case ExitReason.CANCELLED:
             return Verdict(None, Outcome.CANCELLED, "cancelled during verification", result.wall_s)

@@ -1,0 +1,337 @@
+"""Real runs: every outcome that the runner gives, with real harness and verifier processes in real sandboxes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.config import HarnessConfig, SandboxConfig
+from services.rollout.harness import harness_dir
+from services.rollout.processes import pids_with_mark
+from services.rollout.runner import run_attempt
+from services.rollout.tasks import load_task, load_task_set
+from services.rollout.types import RunResult, RunSpec, Task
+from services.rollout.verifier import verify
+from services.trajectory.outcome import Outcome
+
+PROJECT = Path(__file__).resolve().parents[2]
+SCRIPT_HARNESS = HarnessConfig(
+    command=("python3", "/config/agent.py", "{instruction_file}"),
+    config_dir=str(PROJECT / "examples" / "harness" / "script"),
+    env={"BASE_URL": "{base_url}", "API_KEY": "{api_key}", "MODEL": "{model}", "MAX_TOKENS": "8"},
+    timeout_s=30,
+)
+SANDBOX = SandboxConfig(memory_bytes=256 << 20, max_processes=32, workspace_bytes=8 << 20)
+SCORE_HELLO = 'if [ "$(cat answer.txt)" = hello ]; then echo 1; else echo 0.25; fi > /logs/verifier/reward.txt\n'
+
+
+@dataclass
+class Proxy:
+    """A server that speaks chat completions, and what it was asked."""
+
+    url: str
+    answer: str = "hello"
+    requests: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    class Chat(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state.requests.append((self.path, self.headers["Authorization"], body))
+            message = {"role": "assistant", "content": state.answer}
+            reply = {
+                "id": "chatcmpl-1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": body["model"],
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+            }
+            data = json.dumps(reply).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Chat)
+    state = Proxy(f"http://127.0.0.1:{server.server_address[1]}/job/run/g000001-r0.key")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    folder = tmp_path / "task"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "environment" / "files").mkdir(parents=True)
+    (folder / "environment" / "files" / "seed.txt").write_text("seed")
+    (folder / "instruction.md").write_text("Say hello.")
+    (folder / "task.toml").write_text("[agent]\ntimeout_sec = 20\n[verifier]\ntimeout_sec = 5\n")
+    (folder / "tests" / "test.sh").write_text(SCORE_HELLO)
+    return load_task(folder)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, task: Task, proxy: Proxy) -> Callable[..., RunResult]:
+    """Runs a bash command (or a harness) on the task; ``test`` replaces the verifier's script."""
+
+    def run(
+        command: str | HarnessConfig,
+        *,
+        test: str | None = None,
+        sandbox: SandboxConfig = SANDBOX,
+        task: Task = task,
+        cancel: threading.Event | None = None,
+        **harness: Any,
+    ) -> RunResult:
+        if isinstance(command, str):
+            command = HarnessConfig(command=("bash", "-c", command), env={"RUN": str(tmp_path)}, **harness)
+        if test is not None:
+            Path(task.path, "tests", "test.sh").write_text(test)
+        spec = RunSpec("g000001-r0", 0, task, proxy.url, "g000001-r0.key", "policy", str(tmp_path / "run"))
+        return run_attempt(spec, command, sandbox, cancel)
+
+    return run
+
+
+Attempt = Callable[..., RunResult]
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
+def test_the_script_harness_finishes_and_is_scored(attempt: Attempt, proxy: Proxy, tmp_path: Path, kind: str) -> None:
+    sandbox = SANDBOX.model_copy(update={"kind": kind})
+    harness = SCRIPT_HARNESS.model_copy(update={"command": ("python3", "{config_dir}/agent.py", "{instruction_file}")})
+    result = attempt(harness, sandbox=sandbox, test=SCORE_HELLO.replace("/logs/verifier", "$LOGS_DIR"))
+    assert (result.outcome, result.reward, result.exit_code) == (Outcome.FINISHED, 1.0, 0), result.detail
+    assert Path(result.workspace, "answer.txt").read_text() == "hello"
+    assert Path(result.workspace, "seed.txt").read_text() == "seed"
+    [(path, authorization, body)] = proxy.requests
+    assert (path, authorization) == ("/job/run/g000001-r0.key/v1/chat/completions", "Bearer g000001-r0.key")
+    assert body["messages"] == [{"role": "user", "content": "Say hello."}]
+    assert body["max_tokens"] == 8
+    assert result.wall_s >= result.harness_s > 0
+    assert result.verifier_s > 0
+    record = json.loads((tmp_path / "run" / "harness.json").read_text())
+    assert (record["outcome"], record["exit_code"]) == ("finished", 0)
+
+
+@pytest.mark.skipif(not (harness_dir() / "bin" / "mini").exists(), reason="needs `make harness`")
+def test_mini_swe_agent_makes_one_call_and_finishes(attempt: Attempt, proxy: Proxy, tmp_path: Path) -> None:
+    proxy.answer = "Sure:\n```bash\necho hello > answer.txt; env > env.txt\n```\nThis writes the file."
+    result = attempt(HarnessConfig(timeout_s=60), sandbox=SandboxConfig())
+    assert (result.outcome, result.reward) == (Outcome.FINISHED, 1.0), result.detail
+    [(path, authorization, body)] = proxy.requests
+    assert path == "/job/run/g000001-r0.key/v1/chat/completions"
+    assert authorization == "Bearer g000001-r0.key"
+    assert body["messages"][-1]["content"].endswith("Say hello.")
+    trajectory = json.loads((tmp_path / "run" / "logs" / "agent" / "trajectory.json").read_text())
+    assert trajectory["info"]["exit_status"] == "LimitsExceeded"
+    assert "g000001-r0.key" not in Path(result.workspace, "env.txt").read_text()
+
+
+@pytest.mark.skipif(not (harness_dir() / "bin" / "mini").exists(), reason="needs `make harness`")
+def test_mini_swe_agent_finishes_after_an_answer_without_a_command(attempt: Attempt, proxy: Proxy) -> None:
+    proxy.answer = "I cannot do that."
+    result = attempt(HarnessConfig(timeout_s=60), sandbox=SandboxConfig())
+    assert (result.outcome, result.reward, len(proxy.requests)) == (Outcome.FINISHED, 0.25, 1), result.detail
+
+
+def test_a_timeout_keeps_and_scores_the_work(attempt: Attempt, tmp_path: Path) -> None:
+    result = attempt("echo hello > answer.txt; echo begun; sleep 600", timeout_s=0.7)
+    assert (result.outcome, result.reward, result.exit_code) == (Outcome.HARNESS_TIMEOUT, 1.0, None), result.detail
+    assert result.wall_s < 5
+    assert (tmp_path / "run" / "logs" / "harness.stdout").read_text() == "begun\n"
+
+
+def test_the_tasks_own_limit_wins_when_it_is_smaller(attempt: Attempt, task: Task) -> None:
+    result = attempt("sleep 600", task=replace(task, agent_timeout_s=0.5), timeout_s=60)
+    assert result.outcome is Outcome.HARNESS_TIMEOUT
+    assert result.harness_s < 3
+
+
+def test_a_crash_is_scored(attempt: Attempt, tmp_path: Path) -> None:
+    result = attempt("echo hello > answer.txt; echo broken >&2; exit 3")
+    assert (result.outcome, result.reward, result.exit_code) == (Outcome.HARNESS_CRASH, 1.0, 3)
+    assert (tmp_path / "run" / "logs" / "harness.stderr").read_text() == "broken\n"
+
+
+def test_a_killed_harness_is_a_crash_and_scored(attempt: Attempt, tmp_path: Path) -> None:
+    """kill -9 from outside, as an operator or the kernel would."""
+    killer = threading.Thread(
+        target=kill_when, args=(lambda: (tmp_path / "run/workspace/answer.txt").exists(), tmp_path)
+    )
+    killer.start()
+    result = attempt("echo hello > answer.txt; exec sleep 600")
+    killer.join()
+    assert (result.outcome, result.reward, result.exit_code) == (Outcome.HARNESS_CRASH, 1.0, 137), result.detail
+
+
+def kill_when(condition: Callable[[], bool], run: Path) -> None:
+    give_up_s = time.monotonic() + 10
+    while time.monotonic() < give_up_s:
+        for pid in pids_with_mark("RUN", str(run)) if condition() else []:
+            try:
+                is_harness = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+            except OSError:
+                continue
+            if is_harness:
+                os.kill(pid, 9)
+                return
+        time.sleep(0.01)
+
+
+def test_too_much_memory_is_told_and_scored(attempt: Attempt) -> None:
+    hog = "echo hello > answer.txt; python3 -c 'import time; x = b\"x\" * (500 << 20); time.sleep(60)'"
+    result = attempt(hog)
+    assert (result.outcome, result.reward) == (Outcome.OUT_OF_MEMORY, 1.0)
+    assert "256 MiB allowed" in result.detail
+    assert result.peak_rss_bytes > 256 << 20
+
+
+def test_a_harness_that_cannot_start_is_a_setup_failure(attempt: Attempt) -> None:
+    result = attempt(HarnessConfig(command=("no-such-agent",)))
+    assert (result.outcome, result.reward, result.exit_code) == (Outcome.SETUP_FAILURE, None, None)
+    assert "no-such-agent" in result.detail
+
+
+def test_a_missing_config_folder_or_a_wrong_url_is_a_setup_failure(
+    attempt: Attempt, proxy: Proxy, tmp_path: Path
+) -> None:
+    result = attempt(HarnessConfig(command=("true",), config_dir=str(tmp_path / "nowhere")))
+    assert result.outcome is Outcome.SETUP_FAILURE
+    proxy.url = "https://host/job"
+    result = attempt(HarnessConfig(command=("true",)))
+    assert result.outcome is Outcome.SETUP_FAILURE
+    assert "plain http" in result.detail
+
+
+def test_a_cancelled_run_ends_at_once_and_is_not_scored(attempt: Attempt) -> None:
+    cancel = threading.Event()
+    threading.Timer(0.3, cancel.set).start()
+    result = attempt("sleep 600", cancel=cancel)
+    assert (result.outcome, result.reward, result.verifier_s) == (Outcome.CANCELLED, None, 0.0)
+    assert result.wall_s < 3
+
+
+def test_cancelling_ends_a_verifier_too(attempt: Attempt) -> None:
+    cancel = threading.Event()
+    threading.Timer(0.5, cancel.set).start()
+    result = attempt("true", test="sleep 600", cancel=cancel)
+    assert (result.outcome, result.reward) == (Outcome.CANCELLED, None)
+    assert result.wall_s < 3
+
+
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("exit 0", "left no reward"),
+        ("exit 9", "exit code 9"),
+        ("echo nan > /logs/verifier/reward.txt", "nan"),
+        ("echo excellent > /logs/verifier/reward.txt", "no number"),
+        ("ln -s /tests/test.sh /logs/verifier/reward.txt", "cannot be read"),
+        ("echo 0 > /logs/verifier/reward.txt; kill -9 $$", "exit code 137"),
+    ],
+)
+def test_a_verifier_without_a_valid_reward_is_a_failure_never_a_zero(
+    attempt: Attempt, tmp_path: Path, test: str, reason: str
+) -> None:
+    result = attempt("true", test=test)
+    assert (result.outcome, result.reward) == (Outcome.VERIFIER_FAILURE, None)
+    assert reason in result.detail
+    assert result.exit_code == 0
+    assert (tmp_path / "run" / "verifier-2").is_dir()
+    assert not (tmp_path / "run" / "verifier-3").exists()
+
+
+def test_a_hanging_verifier_has_its_own_time_limit(attempt: Attempt, task: Task) -> None:
+    result = attempt("true", test="sleep 600", task=replace(task, verifier_timeout_s=0.5))
+    assert (result.outcome, result.reward) == (Outcome.VERIFIER_TIMEOUT, None)
+    assert 1.0 <= result.verifier_s < 5
+
+
+def test_a_killed_verifier_is_evaluated_once_more_on_the_kept_workspace(attempt: Attempt, tmp_path: Path) -> None:
+    """What the first evaluation did to the workspace is not there in the second."""
+    test = "rm answer.txt; touch spoiled; echo begun > /logs/verifier/begun; sleep 600"
+    second = "[ -f answer.txt ] && [ ! -f spoiled ] && echo 0.5 > /logs/verifier/reward.txt"
+
+    def replace_and_kill() -> None:
+        while not (tmp_path / "run/verifier-1/logs/begun").exists():
+            time.sleep(0.01)
+        (tmp_path / "task/tests/test.sh").write_text(second)
+        workspace = str(tmp_path / "run/verifier-1/app")
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if words[:1] == [b"bwrap"] and workspace.encode() in words:
+                os.kill(int(process.name), 9)
+                return
+
+    killer = threading.Thread(target=replace_and_kill)
+    killer.start()
+    result = attempt("echo hello > answer.txt", test=test)
+    killer.join()
+    assert (result.outcome, result.reward) == (Outcome.FINISHED, 0.5), result.detail
+    assert Path(result.workspace, "answer.txt").read_text() == "hello\n"
+
+
+def test_the_verifier_sees_tests_and_work_and_no_network(attempt: Attempt, proxy: Proxy) -> None:
+    test = (
+        "touch /tests/x 2>/dev/null && exit 1\n[ -f /app/answer.txt ] || exit 2\n"
+        '[ -n "$OPENAI_API_KEY$RUN" ] && exit 3\n'
+        f"python3 -c 'import urllib.request as u; u.urlopen(\"{proxy.url}\")' 2>/dev/null && exit 4\n"
+        "python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 7070))' 2>/dev/null && exit 5\n"
+        "echo 1 > /logs/verifier/reward.txt\n"
+    )
+    result = attempt("echo hello > answer.txt", test=test)
+    assert (result.outcome, result.reward) == (Outcome.FINISHED, 1.0), result.detail
+
+
+def test_a_harness_cannot_touch_the_tests_or_the_reward(attempt: Attempt) -> None:
+    result = attempt("ls /tests /logs/verifier; mkdir -p /logs/verifier && echo 1 > /logs/verifier/reward.txt")
+    assert result.outcome is Outcome.HARNESS_CRASH
+    assert result.reward == 0.25
+
+
+def test_a_second_attempt_starts_from_a_clean_workspace(attempt: Attempt) -> None:
+    attempt("touch left-over; echo changed > seed.txt")
+    result = attempt('[ ! -e left-over ] && [ "$(cat seed.txt)" = seed ]')
+    assert result.outcome is Outcome.FINISHED
+
+
+TASKS = [task for name in ("train", "heldout") for task in load_task_set(PROJECT / "examples" / "tasks" / name)]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_every_example_task_rewards_its_solution_and_not_an_untouched_workspace(
+    task: Task, proxy: Proxy, tmp_path: Path
+) -> None:
+    solution = Path(task.path, "solution", "solve.sh").read_text()
+    spec = RunSpec("g000001-r0", 0, task, proxy.url, "key", "policy", str(tmp_path / "run"))
+    solved = run_attempt(spec, HarnessConfig(command=("bash", "-c", solution)), SANDBOX)
+    assert (solved.outcome, solved.reward) == (Outcome.FINISHED, 1.0), solved.detail
+    untouched = run_attempt(spec, HarnessConfig(command=("true",)), SANDBOX)
+    assert (untouched.outcome, untouched.reward) == (Outcome.FINISHED, 0.0), untouched.detail
+    (tmp_path / "empty").mkdir()
+    empty = verify(task, tmp_path / "empty", tmp_path / "run-empty", SANDBOX)
+    assert empty.reward is not None, empty.detail
+    assert empty.reward < 1
