@@ -216,13 +216,3 @@ def test_two_ranks_equal_one(cluster: None, model_path: str, tmp_path: Path) -> 
     for name, tensor in pull(cell.submit(Publish(2))).items():
         np.testing.assert_allclose(tensor, expected[name], atol=2e-5)
     cell.stop()
-
-
-def test_model_that_cannot_be_trained_fails_the_first_command(cluster: None, tmp_path: Path) -> None:
-    from transformers import Qwen3NextConfig
-
-    Qwen3NextConfig(num_hidden_layers=4).save_pretrained(tmp_path / "model")
-    cell = Cell("refused/core", str(tmp_path / "model"), tmp_path)
-    with pytest.raises(TrainingError, match="linear_attention"):
-        cell.train(1)
-    ray.get(cell.training, timeout=60)
