@@ -92,7 +92,6 @@ class _Watch:
         self._ready, self._info = Tail(1 << 10), Tail(1 << 16)
         self._selector = selectors.DefaultSelector()
         self._peak_rss_bytes = 0
-        self._inner_pid: int | None = None
         self._overhead = 0 if kind == "none" else (3 if request.proxy else 2)  # two bwrap processes, one socat
         self._disk = [request.workspace, *(mount.source for mount in request.mounts if mount.writable)]
 
@@ -123,8 +122,10 @@ class _Watch:
         try:
             if self._kind == "bubblewrap":
                 # RLIMIT_AS breaks node and RLIMIT_NPROC counts the user's other processes: the loop watches those
-                command = ["/usr/bin/prlimit", "--core=0", f"--fsize={self._request.limits.workspace_bytes}", "--"]
-                command += bubblewrap_command(self._request, host_system(), info)
+                limits = ["--core=0", f"--fsize={self._request.limits.workspace_bytes}", "--"]
+                programs = [shutil.which(name) or name for name in ("prlimit", "bwrap")]  # PATH will be the harness's
+                command = [programs[0], *limits, programs[1]]
+                command += bubblewrap_command(self._request, host_system(), info)[1:]
             else:
                 command = list(self._request.command)
             self._process = subprocess.Popen(

@@ -26,12 +26,14 @@ _UID = "1000"
 
 # Standard input is a socket to the runner: the command starts when the port answers and the runner has seen it.
 _START_SCRIPT = """\
+path=$PATH PATH=/usr/local/bin:/usr/bin:/bin
 if [ "$1" != 0 ]; then
   socat -t 600 "TCP-LISTEN:$1,bind=127.0.0.1,fork,reuseaddr,backlog=128,nodelay" UNIX-CONNECT:{socket} \\
     </dev/null >/dev/null 2>&1 &
   until grep -q "$2 00000000:0000 0A" /proc/net/tcp; do sleep 0.01; done
 fi
 shift 2
+PATH=$path
 command -v -- "$1" >/dev/null || {{ echo "cannot run '$1': not found in the sandbox" >&2; exit 127; }}
 echo ready >&0
 read -r go <&0 || {{ kill -KILL -1; exit 1; }}

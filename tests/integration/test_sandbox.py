@@ -292,6 +292,11 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
         time.sleep(0.01)
 
 
+def test_a_harness_may_have_a_search_path_of_its_own(run: Run, proxy: tuple[str, int]) -> None:
+    result = run("echo $PATH", interpreter=("/bin/sh", "-c"), env={"PATH": "/opt/agent"}, proxy=proxy)
+    assert (result.exit_code, result.stdout) == (0, b"/opt/agent\n"), result.detail
+
+
 def test_the_kept_environment_is_what_was_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_SECRET", "1")
     result = run("import json, os; print(json.dumps(dict(os.environ)))", env={"API_KEY": "k"})
