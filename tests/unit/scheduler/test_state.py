@@ -19,6 +19,7 @@ from services.scheduler.types import (
     CellLost,
     CellServing,
     CellStale,
+    CellUpdating,
     CheckpointSaved,
     DropGroup,
     FinishJob,
@@ -388,6 +389,25 @@ def test_a_stale_cell_gets_no_traffic_until_it_was_updated() -> None:
     assert decided(world, PublishWeights)[-1] == PublishWeights(0, ("cell-1",))
     answer(world, PublishWeights)
     assert {route.cell_id: route.state for route in world.state.routes().cells}["cell-1"] is CellState.SERVING
+
+
+def test_a_stale_cell_stays_stale_while_it_is_updated() -> None:
+    world = opened((4, 4))
+    world.make_stale("cell-1")
+    world.feed(CellUpdating("cell-1", 0))
+    assert world.state.cells.get("cell-1").state is CellState.STALE
+    assert world.state.cells.rollout_slots == 4, "it is no capacity that the core could leave behind"
+
+
+def test_a_serving_cell_keeps_its_runs_while_it_is_updated() -> None:
+    world = opened((4, 4), steps=5)
+    until(world, TrainStep)
+    answer(world, TrainStep)
+    before = dict(world.state.routes().affinity)
+    world.feed(CellUpdating("cell-1", 1))
+    table = world.state.routes()
+    assert {route.cell_id: route.state for route in table.cells} == {"cell-1": CellState.UPDATING}
+    assert dict(table.affinity) == before
 
 
 def test_a_returned_cell_gets_weights_before_runs() -> None:

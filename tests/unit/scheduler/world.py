@@ -334,6 +334,7 @@ class World:
         snapshot = self.state.snapshot()
         assert snapshot["water_level"] == snapshot["dispatched"] - snapshot["ended"]
         assert 0 <= snapshot["ended"] <= snapshot["started"] <= snapshot["dispatched"]
+        assert sum(cell["num_runs"] for cell in snapshot["cells"]) <= snapshot["active_runs"], "a slot was not released"
         training = self.state.book.training
         assert training.water_level >= 0
         if not self.state.status.is_final:
