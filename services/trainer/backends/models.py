@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from services.common.errors import ConfigError
+from services.trainer.backends import attention
 from services.trainer.config import LoraConfig, TrainerConfig
 from services.trainer.packing import Pack, pack_forest
 from services.trainer.types import Node
@@ -30,10 +31,11 @@ def load_model(model_path: str, config: TrainerConfig, device: torch.device, see
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    attention.register()
     try:
         check_architecture(AutoConfig.from_pretrained(model_path))
         model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            model_path, dtype=torch.float32, attn_implementation=attention.NAME, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the trainer cannot load {model_path}: {error}", _HINT) from error
@@ -73,12 +75,11 @@ def check_path_length(config: Any, longest_path: int) -> None:
 
 def hidden_states(model: Any, pack: Pack, device: torch.device) -> Tensor:
     """Last hidden states ``[T, hidden]`` of a packed forest."""
-    mask = torch.from_numpy(pack.mask()).to(device)[None, None]
     output = model.base_model(
         input_ids=_row(pack.token_ids, device),
         position_ids=_row(pack.position_ids, device),
-        attention_mask=mask,
         use_cache=False,
+        tree=attention.make_layout(pack, device),
     )
     return output.last_hidden_state[0]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from services.common.errors import ConfigError
+from services.trainer.backends.attention import NAME
 from services.trainer.backends.base import BatchResult
 from services.trainer.backends.torch import TorchBackend
 from services.trainer.config import FullConfig, LoraConfig, OptimizerConfig, TrainerConfig
@@ -70,10 +71,12 @@ def test_packed_tree_equals_flattened_rows(
 ) -> None:
     micro_steps = [make_micro_step(seed) for seed in seeds]
     backend = make_backend(model_paths[name], gradient_checkpointing=checkpointing)
+    backend.model.set_attn_implementation("sdpa")  # the reference uses nothing of ours
     loss = reference_loss(backend.model, micro_steps, backend._config.loss, 0.8)
     loss.backward()
     expected = gradients(backend)
     backend.discard()
+    backend.model.set_attn_implementation(NAME)
     result = accumulate(backend, micro_steps, 10_000)
     assert result.sums.loss == pytest.approx(float(loss.detach()), abs=1e-5)
     assert result.sums.num_targets == sum(micro_step.num_targets for micro_step in micro_steps)
