@@ -236,6 +236,8 @@ class ClusterPerformer:
                 emit(CellStale(cell_id, str(error)))
                 continue
             self._note_update(action.version, result)
+            if not result.ok:
+                self._manifest = None  # the publisher may have been restarted: the next try asks it again
             emit(CellServing(cell_id, action.version) if result.ok else CellStale(cell_id, result.reason))
         emit(PublicationEnded(action.version))
 
