@@ -22,7 +22,7 @@ app = typer.Typer(
 runs_app = typer.Typer(help="Read the runs of a job, while it goes on and afterwards.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 140)
 JobFolder = Annotated[Path, typer.Option("--job", help="The job's folder.")]
 _LATEST = Path("runs/latest")
 
