@@ -33,6 +33,7 @@ lint: setup  ## Style, import contracts, freshness of generated code
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/gen_protos.py --check
 	$(BIN)/python scripts/gen_config_docs.py --check
+	$(BIN)/python scripts/make_tasks.py --check
 
 .PHONY: type
 type: setup  ## Types (strict on the pure core)
@@ -82,7 +83,7 @@ debian:
 .PHONY: harness
 harness: $(TIDEGATE_HARNESS_DIR)/mini/.installed  ## Install the default harness (mini-swe-agent) in an environment of its own
 
-$(TIDEGATE_HARNESS_DIR)/mini/.installed: scripts/install_harness.sh
+$(TIDEGATE_HARNESS_DIR)/mini/.installed: scripts/install_harness.sh examples/harness/mini-swe-agent/requirements.txt
 	PYTHON=$(PYTHON) scripts/install_harness.sh $(TIDEGATE_HARNESS_DIR)/mini
 	touch $@
 
