@@ -23,13 +23,13 @@ def load_config(model: type[ModelT], path: Path, overrides: Sequence[str] = ()) 
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}.", "See examples/configs for configurations.") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}.", "See examples/configs for some.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}.", "Mind indentation and colons.") from None
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys.", "See examples/configs for configurations.")
+        raise ConfigError(f"{path} must hold a mapping of keys.", "See examples/configs for some.")
     for override in overrides:
         _apply_override(data, override)
     try:

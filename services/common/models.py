@@ -16,12 +16,14 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from services.common.errors import ConfigError, MachineError
@@ -142,7 +144,9 @@ def _build_once(target: Path, build: Callable[[Path], None]) -> Path:
             with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
                 staged = Path(scratch) / "model"
                 staged.mkdir()
-                build(staged)
+                # in a process of its own: what building needs, gigabytes at times, is given back with it
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as builder:
+                    builder.submit(build, staged).result()
                 check_model(staged)
                 staged.rename(target)
     except OSError as error:
@@ -163,9 +167,11 @@ def _locked(path: Path) -> Iterator[None]:
 def _build_smollm2(target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     if importlib.util.find_spec("gguf") is None:
         raise MachineError("the package gguf is missing.", "Install it: pip install 'gguf>=0.10'.")
+    disable_progress_bar()
     folder = _find_gguf(target.parent)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_GGUF)
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_GGUF, dtype=torch.float32)
@@ -231,7 +237,9 @@ def _build_tiny_qwen3(target: Path) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

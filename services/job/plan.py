@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
+from transformers import AutoConfig
 
 from services.common.errors import ConfigError
 from services.common.ids import JobId, make_job_id
@@ -21,6 +22,7 @@ from services.rollout.sandbox import require_sandbox
 from services.rollout.tasks import load_task_set
 from services.rollout.types import Task
 from services.scheduler.types import JobOptions
+from services.trainer.backends.models import check_architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
     check_model(model_path)
+    check_architecture(AutoConfig.from_pretrained(model_path))
 
     output = Path(config.output.dir).resolve()
     commit = None
