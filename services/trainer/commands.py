@@ -22,9 +22,10 @@ class TrainStep:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Expose the current weights as ``version``. Answered by a ``WeightManifest``.
+    """Expose the current weights as ``version``, the step at which they stand. Answered by a ``WeightManifest``.
 
-    The buffer is the same for every version: publish the next one only after all pulls of this one have ended.
+    The version published last is answered again as it was, also when steps were taken since. The buffer is the same
+    for every version: publish the next one only after all pulls of this one have ended.
     """
 
     version: int

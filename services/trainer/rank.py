@@ -59,6 +59,7 @@ class TrainingRank:
         self._engine: TransferEngine | None = None
         self._publisher: WeightPublisher | None = None
         self._canary_ids: list[int] = []
+        self._published: WeightManifest | None = None
         self.step = 0
         """Optimizer steps in the weights."""
         torch.manual_seed(spec.seed)
@@ -94,6 +95,7 @@ class TrainingRank:
             self._engine.close()
             self._engine = None
             self._publisher = None
+            self._published = None
 
     def _train(self, command: TrainStep, micro_steps: Sequence[MicroStep]) -> StepReport:
         started_s = time.monotonic()
@@ -132,13 +134,22 @@ class TrainingRank:
         return BatchResult(total, int(tokens), float(largest)), int(runs), int(batches)
 
     def _publish(self, command: Publish) -> WeightManifest:
+        if self._published is not None and self._published.version == command.version:
+            return self._published  # its buffer is untouched, whatever was trained since
+        if command.version != self.step:
+            raise TrainingError(
+                f"the weights stand at step {self.step}, so they cannot be published as version {command.version}.",
+                "Publish the version of the newest step.",
+            )
         if self._publisher is None:
             self._engine = open_transfer_engine(self._spec.transfer_protocol, self._spec.host)
             self._publisher = WeightPublisher(self._engine, getattr(torch, self._spec.engine_dtype))
             self._canary_ids = canary_tokens(_ordinary_ids(self._spec.model_path))
-        return self._publisher.publish(
+        self._published = None  # the buffer is being overwritten
+        self._published = self._publisher.publish(
             command.version, self._backend.merged_weights(), self._canary_ids, self._backend.score
         )
+        return self._published
 
     def _save(self, command: SaveCheckpoint) -> str:
         if command.step != self.step:
