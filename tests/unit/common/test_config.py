@@ -25,7 +25,7 @@ def test_overrides_win_over_the_file_and_are_typed(tmp_path: Path) -> None:
     config = load_config(JobConfig, path, overrides)
     assert config.trainer.steps == 7
     assert config.trainer.optimizer.learning_rate == 2e-3
-    assert config.rollout.harness.command == ("sh", "-c", "ls")
+    assert config.rollout.harness.command == ("sh", "-c", "exit 0")
 
 
 @pytest.mark.parametrize(
