@@ -199,7 +199,7 @@ class _Job:
                 runner_actor(self._plan.job_id, index),
                 rollout.harness,
                 rollout.sandbox,
-                rollout.harness.max_concurrent_runs,
+                keep_workspaces=self._config.output.keep_workspaces,
                 options={"max_restarts": -1, "scheduling_strategy": strategy},
             )
         return len(nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,10 +15,9 @@ from services.rollout.types import RunResult, RunSpec
 class Runner:
     """Executes attempts of runs, each in a thread that waits for its sandbox."""
 
-    def __init__(self, harness: HarnessConfig, sandbox: SandboxConfig, max_concurrent_runs: int) -> None:
-        self._harness = harness
-        self._sandbox = sandbox
-        self._threads = ThreadPoolExecutor(max_concurrent_runs, thread_name_prefix="run")
+    def __init__(self, harness: HarnessConfig, sandbox: SandboxConfig, *, keep_workspaces: bool) -> None:
+        self._execute = functools.partial(run_attempt, harness=harness, sandbox=sandbox, keep_workspace=keep_workspaces)
+        self._threads = ThreadPoolExecutor(harness.max_concurrent_runs, thread_name_prefix="run")
         self._cancels: dict[tuple[str, int], threading.Event] = {}
 
     async def run(self, spec: RunSpec) -> RunResult:
@@ -26,9 +26,10 @@ class Runner:
         cancel = self._cancels[key] = threading.Event()
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._threads, run_attempt, spec, self._harness, self._sandbox, cancel
+                self._threads, functools.partial(self._execute, spec, cancel=cancel)
             )
         finally:
+            cancel.set()  # a caller that goes away leaves nothing running
             del self._cancels[key]
 
     async def cancel(self, attempts: list[tuple[str, int]]) -> None:

@@ -1,6 +1,6 @@
 """Runs one attempt: workspace, harness in its sandbox, salvage, verifier. What a run does is data, never an error.
 
-run_dir/workspace/       the agent's work, kept
+run_dir/workspace/       the agent's work; removed once it is scored, if the job does not keep it
 run_dir/logs/            harness.stdout, harness.stderr (the last 256 KiB each), agent/ (what the harness wrote)
 run_dir/harness.json     how the harness ended; written before anything is scored
 run_dir/verifier-N/      stdout, stderr and logs/ of each evaluation
@@ -12,6 +12,7 @@ import json
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from services.rollout.config import HarnessConfig, SandboxConfig
@@ -46,14 +47,28 @@ _OUTCOMES = {
 
 
 def run_attempt(
-    spec: RunSpec, harness: HarnessConfig, sandbox: SandboxConfig, cancel: threading.Event | None = None
+    spec: RunSpec,
+    harness: HarnessConfig,
+    sandbox: SandboxConfig,
+    cancel: threading.Event | None = None,
+    *,
+    keep_workspace: bool = True,
 ) -> RunResult:
     """Execute one attempt of a run to its final outcome. Blocks; nothing of it runs any more when it returns.
 
-    The harness has the smaller of the task's and the configuration's time. Whatever it left is kept and, where the
-    outcome table says so, scored. ``cancel`` ends the attempt within a fraction of a second.
+    The harness has the smaller of the task's and the configuration's time. Whatever it left is salvaged first and,
+    where the outcome table says so, scored. ``cancel`` ends the attempt within a fraction of a second. Without
+    ``keep_workspace`` the work is removed at the end, unless its evaluation failed.
     """
-    cancel = cancel or threading.Event()
+    result = _execute(spec, harness, sandbox, cancel or threading.Event())
+    is_unscored = OUTCOME_TABLE[result.outcome].scored and result.reward is None
+    if keep_workspace or is_unscored:
+        return result
+    shutil.rmtree(result.workspace, ignore_errors=True)
+    return replace(result, workspace="")
+
+
+def _execute(spec: RunSpec, harness: HarnessConfig, sandbox: SandboxConfig, cancel: threading.Event) -> RunResult:
     start_s = time.monotonic()
     run_dir = Path(spec.run_dir)
     try:

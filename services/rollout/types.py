@@ -128,4 +128,5 @@ class RunResult:
     detail: str = ""
     """One line for people: why the outcome is what it is."""
     workspace: str = ""
+    """Folder of the agent's work; empty once it is removed."""
     peak_rss_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from services.rollout.actor import Runner
 from services.rollout.config import HarnessConfig, SandboxConfig
 from services.rollout.harness import harness_dir
 from services.rollout.processes import pids_with_mark
@@ -22,6 +24,7 @@ from services.rollout.tasks import load_task, load_task_set
 from services.rollout.types import RunResult, RunSpec, Task
 from services.rollout.verifier import verify
 from services.trajectory.outcome import Outcome
+from tests.integration.calls import until
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPT_HARNESS = HarnessConfig(
@@ -100,6 +103,7 @@ def attempt(tmp_path: Path, task: Task, proxy: Proxy) -> Callable[..., RunResult
         sandbox: SandboxConfig = SANDBOX,
         task: Task = task,
         cancel: threading.Event | None = None,
+        keep_workspace: bool = True,
         **harness: Any,
     ) -> RunResult:
         if isinstance(command, str):
@@ -107,7 +111,7 @@ def attempt(tmp_path: Path, task: Task, proxy: Proxy) -> Callable[..., RunResult
         if test is not None:
             Path(task.path, "tests", "test.sh").write_text(test)
         spec = RunSpec("g000001-r0", 0, task, proxy.url, "g000001-r0.key", "policy", str(tmp_path / "run"))
-        return run_attempt(spec, command, sandbox, cancel)
+        return run_attempt(spec, command, sandbox, cancel, keep_workspace=keep_workspace)
 
     return run
 
@@ -310,6 +314,34 @@ def test_a_harness_cannot_touch_the_tests_or_the_reward(attempt: Attempt) -> Non
     result = attempt("ls /tests /logs/verifier; mkdir -p /logs/verifier && echo 1 > /logs/verifier/reward.txt")
     assert result.outcome is Outcome.HARNESS_CRASH
     assert result.reward == 0.25
+
+
+@pytest.mark.parametrize(("command", "reward"), [("echo hello > answer.txt", 1.0), ("sleep 600", 0.25)])
+def test_a_scored_workspace_is_removed_where_the_job_does_not_keep_it(
+    attempt: Attempt, tmp_path: Path, command: str, reward: float
+) -> None:
+    result = attempt(command, keep_workspace=False, timeout_s=0.7)
+    assert (result.reward, result.workspace) == (reward, "")
+    assert not (tmp_path / "run" / "workspace").exists()
+    assert (tmp_path / "run" / "harness.json").exists()
+    assert (tmp_path / "run" / "logs" / "harness.stdout").exists()
+
+
+def test_a_workspace_without_a_score_is_kept(attempt: Attempt) -> None:
+    result = attempt("echo hello > answer.txt", test="exit 0", keep_workspace=False)
+    assert result.outcome is Outcome.VERIFIER_FAILURE
+    assert Path(result.workspace, "answer.txt").read_text() == "hello\n"
+
+
+async def test_a_runner_ends_the_attempt_of_a_caller_that_went_away(task: Task, proxy: Proxy, tmp_path: Path) -> None:
+    begun = tmp_path / "run" / "workspace" / "begun"
+    harness = HarnessConfig(command=("bash", "-c", "touch begun; exec sleep 600"), env={"RUN": str(tmp_path)})
+    runner = Runner(harness, SANDBOX, keep_workspaces=True)
+    spec = RunSpec("g000001-r0", 0, task, proxy.url, "key", "policy", str(tmp_path / "run"))
+    running = asyncio.create_task(runner.run(spec))
+    await until(begun.exists)
+    running.cancel()
+    await until(lambda: not pids_with_mark("RUN", str(tmp_path)))
 
 
 def test_a_second_attempt_starts_from_a_clean_workspace(attempt: Attempt) -> None:
