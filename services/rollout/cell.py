@@ -353,8 +353,13 @@ class RolloutCell:
             complaints.append(f"the update took longer than {self._config.cells.update_timeout_s:g} s")
         except TidegateError as error:
             complaints.append(str(error))
-            if self._engine.dead:
-                await self._bury()
+        except asyncio.CancelledError:  # whoever asked is gone; calls that wait must not wait for ever
+            await self._change(UpdateFailed("the update was interrupted"))
+            raise
+        except Exception as error:  # vLLM's utility calls raise bare exceptions; this is one failed update
+            complaints.append(f"the engine failed ({type(error).__name__}: {error})")
+        if self._engine.dead:
+            await self._bury()
         reason = "; ".join(complaints)
         if not self._standing.dead:
             await self._change(UpdateFailed(reason) if reason else UpdateVerified(manifest.version))
