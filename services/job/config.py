@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -31,6 +32,7 @@ class TasksConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     train: str
+    """Folder whose subfolders are the training tasks."""
     heldout: str = ""
     """Empty: no held-out passes."""
 
@@ -73,7 +75,7 @@ class OutputConfig(BaseModel):
     dir: str = "runs"
     """Each job gets a folder in it; ``latest`` links to the newest."""
     keep_workspaces: bool = False
-    """Keep every run's workspace (they are removed after scoring otherwise; logs and tokens stay)."""
+    """Keep every run's workspace; otherwise only those whose evaluation failed stay (logs and tokens always do)."""
     wandb_project: str = ""
     """Also log to this Weights & Biases project (needs the extra ``wandb``)."""
 
@@ -84,8 +86,9 @@ class JobConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "job"
+    """Part of the job's id, and the model name that harnesses are given; ``--resume`` finds a job by it."""
     seed: int = 0
-    """Seed of the task order, the sampling, the selection and the model's own randomness."""
+    """Seed of the task order, the sampling and the model's own randomness (``trajectory.seed``: the selection)."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig
     eval: EvalConfig = EvalConfig()
@@ -103,6 +106,11 @@ class JobConfig(BaseModel):
         if not is_job_name(name):
             raise ValueError("use lower-case letters, digits and hyphens, at most 41, a letter or digit first")
         return name
+
+
+def public_config(config: JobConfig) -> dict[str, Any]:
+    """The configuration as it may be stored and sent on: JSON-ready, without its tokens."""
+    return config.model_dump(mode="json", exclude={"scheduler": {"grpc_token"}, "proxy": {"admin_token"}})
 
 
 def load_job_config(path: Path, overrides: list[str]) -> JobConfig:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from services.common.errors import TidegateError
+from services.common.errors import EngineError, TidegateError
 from services.common.ids import CellId, JobId, RunId, make_cell_id, shard_of
 from services.common.metrics import metric
 from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, route_prefix, runner_actor, shard_actor
+from services.common.remote import one_line
 from services.common.types import CellRole
 from services.job.commit import Commit, write_commit
-from services.job.config import JobConfig
+from services.job.config import JobConfig, public_config
 from services.job.recorder import Recorder
 from services.rollout.client import CellClient
 from services.rollout.types import CellStatus, RunResult, RunSpec, Task, UpdateResult
@@ -64,6 +65,9 @@ Emit = Callable[[Event], None]
 _POLL_S = 1.0
 _POLL_TIMEOUT_S = 60.0
 _RESTART_PAUSE_S = 2.0
+_RESTART_TIMEOUT_S = 120.0
+_START_MARGIN_S = 60.0  # what a cell needs besides its engine: a process, imports, its first answer
+_PUBLISH_MARGIN_S = 30.0  # so that a cell's own deadline comes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +91,26 @@ class Surroundings:
 class ClusterPerformer:
     """The ``Performer`` of a live job. Lives in the scheduler's actor; one coroutine an action."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: Surroundings, find_actor: Callable[[str], Any] | None = None) -> None:
+        """``find_actor`` finds actors by name (None: in the job's Ray cluster)."""
+        self._find_actor = find_actor or _actor
         self._at = surroundings
         self._config = surroundings.config
         job_id = surroundings.job_id
         self._folder = Path(surroundings.folder)
         num_shards = self._config.trajectory.num_shards
-        self._shards = [_actor(shard_actor(job_id, index)) for index in range(num_shards)]
-        self._runners = [_actor(runner_actor(job_id, index)) for index in range(surroundings.num_runners)]
-        self._mailbox = _actor(mailbox_actor(job_id, make_cell_id(0)))
+        self._shards = [self._find_actor(shard_actor(job_id, index)) for index in range(num_shards)]
+        self._runners = [self._find_actor(runner_actor(job_id, index)) for index in range(surroundings.num_runners)]
+        self._mailbox = self._find_actor(mailbox_actor(job_id, make_cell_id(0)))
         self._clients: dict[str, CellClient] = {}
         self._specs: dict[str, GroupSpec] = {group.spec.group_id: group.spec for group in surroundings.ready}
         self._best_eval_reward = surroundings.best_eval_reward
         self._manifest: WeightManifest | None = None
-        self._recorder = Recorder(
-            self._folder, job_id, self._config.output.wandb_project, self._config.model_dump(mode="json")
-        )
+        self._recorder = Recorder(self._folder, job_id, self._config.output.wandb_project, public_config(self._config))
         self._num_runs = 0
+        self._aborted: set[tuple[str, int]] = set()
+        """Attempts that were aborted while they were on their way to a runner."""
+        self._on_their_way: set[tuple[str, int]] = set()
 
     async def perform(self, action: Action, emit: Emit) -> None:
         """Perform one action; its results are emitted as events."""
@@ -129,6 +136,7 @@ class ClusterPerformer:
                 rewards = {task.task_name: task.rewards for task in action.tasks}
                 self._recorder.evaluated(action.version, rewards, self._config.eval.pass_reward)
             case AbortRuns(attempts):
+                self._aborted.update(self._on_their_way.intersection(attempts))
                 await asyncio.gather(*(runner.cancel.remote(list(attempts)) for runner in self._runners))
             case FinishJob():
                 self._recorder.close()
@@ -148,17 +156,34 @@ class ClusterPerformer:
         await self._shard(action.spec.group_id).open_group.remote(action.spec)
 
     async def _run(self, action: StartRun, emit: Emit) -> None:
+        attempt = (action.run_id, action.attempt)
         shard = self._shard(action.group_id)
-        key = await shard.open_attempt.remote(action.run_id, action.attempt)
-        emit(RunStarted(action.run_id, action.attempt))
+        self._on_their_way.add(attempt)
+        try:
+            key = await shard.open_attempt.remote(*attempt)
+        finally:
+            self._on_their_way.discard(attempt)
+        emit(RunStarted(*attempt))
+        if attempt in self._aborted:
+            self._aborted.discard(attempt)
+            result, lost_runner = _lost(action, Outcome.CANCELLED, "aborted before its harness was started", 0.0), None
+        else:
+            result, lost_runner = await self._run_on_a_runner(action, key)
+        await shard.close_attempt.remote(*attempt)
+        outcome: Outcome = await shard.finish_run.remote(result)
+        if lost_runner is not None:
+            await _comes_back(lost_runner)  # its slot is not free before; further attempts would meet the same end
+        emit(RunEnded(*attempt, outcome, result.reward, result.detail))
+
+    async def _run_on_a_runner(self, action: StartRun, key: str) -> tuple[RunResult, Any]:
+        """How the attempt ended, and the runner if it died meanwhile."""
         tasks = self._at.heldout_tasks if action.is_eval else self._at.train_tasks
-        job_path = route_prefix(self._at.job_id)
         public_url = self._config.proxy.public_url or self._at.ingress_url
         spec = RunSpec(
             run_id=action.run_id,
             attempt=action.attempt,
             task=tasks[action.task_index],
-            base_url=f"{public_url}{job_path}/run/{key}",
+            base_url=f"{public_url}{route_prefix(self._at.job_id)}/run/{key}",
             api_key=key,
             model_name=self._config.name,
             run_dir=str(self._folder / "attempts" / f"{action.run_id}-a{action.attempt}"),
@@ -167,38 +192,29 @@ class ClusterPerformer:
         runner = self._runners[self._num_runs % len(self._runners)]
         started = time.monotonic()
         try:
-            result: RunResult = await runner.run.remote(spec)
+            return await runner.run.remote(spec), None
         except RayError as error:
-            result = RunResult(
-                run_id=action.run_id,
-                attempt=action.attempt,
-                outcome=Outcome.RUNNER_LOSS,
-                reward=None,
-                wall_s=time.monotonic() - started,
-                harness_s=0.0,
-                verifier_s=0.0,
-                exit_code=None,
-                detail=f"the runner died: {_first_line(error)}",
-            )
-        await shard.close_attempt.remote(action.run_id, action.attempt)
-        outcome: Outcome = await shard.finish_run.remote(result)
-        emit(RunEnded(action.run_id, action.attempt, outcome, result.reward, result.detail))
+            reason = f"the runner died: {one_line(error)}"
+            result = _lost(action, Outcome.RUNNER_LOSS, reason, time.monotonic() - started)
+            return result, runner if isinstance(error, RayActorError) else None
 
     async def _score(self, group_id: str, emit: Emit) -> None:
         result: GroupResult = await self._shard(group_id).finish_group.remote(group_id)
-        if not self._specs[group_id].is_eval:
+        is_eval = self._specs[group_id].is_eval
+        if is_eval or not result.ready:
+            del self._specs[group_id]
+        if not is_eval:
             self._recorder.group_scored(result)
         emit(GroupScored(result))
 
     # -- cells --------------------------------------------------------------------------------------------------------
 
     async def _attend_cell(self, cell_id: CellId, emit: Emit) -> None:
-        actor = _actor(rollout_actor(self._at.job_id, cell_id))
+        actor = self._find_actor(rollout_actor(self._at.job_id, cell_id))
         joined = False
         while True:
             try:
-                address = await actor.start.remote()
-                status: CellStatus = await actor.status.remote()
+                address, status = await self._start_cell(actor)
                 if old := self._clients.pop(cell_id, None):
                     await old.close()
                 self._clients[cell_id] = CellClient(address, self._at.grpc_token)
@@ -209,10 +225,23 @@ class ClusterPerformer:
                     async with asyncio.timeout(_POLL_TIMEOUT_S):
                         await actor.status.remote()
             except (RayError, TidegateError, TimeoutError) as error:
-                emit(CellLost(cell_id, _first_line(error)))
-                if not joined or (isinstance(error, RayActorError) and not await _restarts(actor)):
+                emit(CellLost(cell_id, one_line(error)))
+                if not joined or (isinstance(error, RayActorError) and not await _comes_back(actor)):
                     return  # what never came up, or is beyond its restarts, stays lost
                 await asyncio.sleep(_RESTART_PAUSE_S)
+
+    async def _start_cell(self, actor: Any) -> tuple[str, CellStatus]:
+        """Its gRPC address and first status. Raises ``EngineError`` at a deadline behind the engine's own."""
+        timeout_s = self._config.rollout.engine.start_timeout_s + _START_MARGIN_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await actor.start.remote(), await actor.status.remote()
+        except TimeoutError:
+            raise EngineError(
+                f"the cell was not up after {timeout_s:g} s.",
+                "Does the cluster have what rollout.cells.cpus_per_cell and gpus_per_cell ask for? Else raise "
+                "rollout.engine.start_timeout_s.",
+            ) from None
 
     async def _switch(self, action: SwitchCell, emit: Emit) -> None:
         client = self._clients[action.cell_id]
@@ -231,7 +260,8 @@ class ClusterPerformer:
         for cell_id in action.cell_ids:
             emit(CellUpdating(cell_id, action.version))
             try:
-                result = await self._clients[cell_id].publish(manifest)
+                timeout_s = self._config.rollout.cells.update_timeout_s + _PUBLISH_MARGIN_S
+                result = await self._clients[cell_id].publish(manifest, timeout_s)
             except TidegateError as error:
                 emit(CellStale(cell_id, str(error)))
                 continue
@@ -271,7 +301,7 @@ class ClusterPerformer:
         try:
             report: StepReport = await self._mailbox.submit.remote(command)
         except (RayError, TidegateError) as error:
-            emit(TrainingFailed(_first_line(error)))
+            emit(TrainingFailed(one_line(error)))
             return
         for shard in self._shards:
             await shard.mark_trained.remote(list(action.group_ids), action.step)
@@ -294,16 +324,30 @@ def _actor(name: str) -> Any:
     return ray.get_actor(name, namespace=RAY_NAMESPACE)
 
 
-async def _restarts(actor: Any) -> bool:
-    """Whether Ray brings the actor back (its restarts are not used up)."""
+async def _comes_back(actor: Any) -> bool:
+    """Wait until Ray has made an actor again; False if it does not (its restarts are used up)."""
     try:
-        async with asyncio.timeout(_POLL_TIMEOUT_S):
-            await actor.__ray_ready__.remote()
+        async with asyncio.timeout(_RESTART_TIMEOUT_S):
+            while True:
+                try:
+                    await actor.__ray_ready__.remote()
+                    return True
+                except ActorUnavailableError:  # while it restarts, Ray refuses what may not run twice
+                    await asyncio.sleep(_POLL_S)
     except (RayError, TimeoutError):
         return False
-    return True
 
 
-def _first_line(error: BaseException) -> str:
-    cause = getattr(error, "cause", None) or error
-    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+def _lost(action: StartRun, outcome: Outcome, reason: str, wall_s: float) -> RunResult:
+    """The result of an attempt of which no runner tells."""
+    return RunResult(
+        run_id=action.run_id,
+        attempt=action.attempt,
+        outcome=outcome,
+        reward=None,
+        wall_s=wall_s,
+        harness_s=0.0,
+        verifier_s=0.0,
+        exit_code=None,
+        detail=reason,
+    )
