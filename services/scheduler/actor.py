@@ -16,7 +16,8 @@ from typing import Any
 
 import grpc
 
-from services.common.errors import ConfigError, InvariantError, NotFoundError, TidegateError
+from services.common.errors import ConfigError, InvariantError, NotFoundError
+from services.common.remote import one_line
 from services.common.types import RouteTable
 from services.scheduler.eventlog import EventLog
 from services.scheduler.observe import Observer
@@ -116,7 +117,8 @@ class JobScheduler:
     async def wait_done(self, timeout_s: float) -> dict[str, Any]:
         """Wait until the job is over, at most ``timeout_s``: the snapshot, with ``done``."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._done.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 can swallow a cancellation
+                await self._done.wait()
         return {**self._state.snapshot(), "done": self._done.is_set()}
 
     async def close(self) -> None:
@@ -183,35 +185,36 @@ class JobScheduler:
             await self._performer.attend(self._emit)
         except Exception as error:
             logger.exception("nobody watches the cells any more")
-            self._emit(CancelRequested(f"watching the cells failed: {error}"))
+            self._emit(CancelRequested(f"watching the cells failed: {one_line(error)}"))
 
     async def _consume(self) -> None:
         while not self._state.status.is_final:
             event = await self._queue.get()
-            decisions = self._handle(event)
+            try:
+                decisions = self._handle(event)
+            except Exception as error:  # or nobody would take in events any more, and the job would hang
+                decisions = self._fail(event, error)
             for decision in decisions:
                 self._perform_soon(decision.action)
             await self._wake_watchers()
 
     def _handle(self, event: Event) -> list[Decision]:
         now_s = self._clock()
-        try:
-            decisions = self._state.handle(event, now_s)
-        except Exception as error:
-            return self._fail(event, error)
+        decisions = self._state.handle(event, now_s)
         if decisions or not isinstance(event, Tick):
             self.log.append(now_s, event, decisions)
         self._observer.observe(event, decisions)
         return decisions
 
     def _fail(self, event: Event, error: Exception) -> list[Decision]:
-        """The core is wrong about the world: end the job loudly instead of going on or hanging."""
+        """The core is wrong about the world, or its log cannot be written: end the job loudly instead of hanging."""
         reason = f"{type(error).__name__} at {type(event).__name__}: {error}"
         if not isinstance(error, InvariantError):
             reason += f"\n{self._state.history()}"
         logger.error("the job ends: %s", reason, exc_info=error)
         decisions = self._state.fail(reason)
-        self.log.note(self._clock(), "CoreFailed", {"reason": reason}, decisions)
+        with contextlib.suppress(OSError):  # the log may be what failed
+            self.log.note(self._clock(), "CoreFailed", {"reason": reason}, decisions)
         return decisions
 
     async def _wake_watchers(self) -> None:
@@ -246,7 +249,7 @@ class JobScheduler:
         try:
             await self._performer.perform(action, self._emit)
         except Exception as error:
-            reason = str(error) if isinstance(error, TidegateError) else f"{type(error).__name__}: {error}"
+            reason = one_line(error)
             logger.warning("%s failed: %s", type(action).__name__, reason)
             self._emit(ActionFailed(action, reason))
             return False

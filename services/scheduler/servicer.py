@@ -37,7 +37,7 @@ NUM_RUNS_BY_DEFAULT = 200
 
 
 class Scheduler(Protocol):
-    """What the servicer needs of the scheduler. All of it raises ``NotFoundError`` for another job's id."""
+    """What the servicer needs of the scheduler. ``check_job`` raises ``NotFoundError`` for another job's id."""
 
     def check_job(self, job_id: str) -> None: ...
     def snapshot(self) -> dict[str, Any]: ...
@@ -123,8 +123,8 @@ def cluster_state_to_pb(snapshot: dict[str, Any]) -> scheduler_pb2.GetClusterSta
         cells=[
             scheduler_pb2.Cell(
                 cell_id=cell["cell_id"],
-                role=ROLE_TO_PB[CellRole(cell["role"])],
-                state=STATE_TO_PB[CellState(cell["state"])],
+                role=ROLE_TO_PB[cell["role"]],
+                state=STATE_TO_PB[cell["state"]],
                 version=cell["version"],
                 slots=cell["slots"],
                 num_runs=cell["num_runs"],

@@ -1,8 +1,8 @@
 """The scheduler's state machine: events in, decisions out. No I/O, no clock, no randomness of its own.
 
-An event changes the records (``_HANDLERS``, one function an event type). Then ``_RULES`` are tried in order until
-none has anything to decide. Rules look at the state only, never at the event: whatever order events come in, a
-decision that is due is made, and one that is under way is not made twice.
+An event changes the records (``transitions.HANDLERS``, one function an event type). Then ``rules.RULES`` are tried in
+order until none has anything to decide. Rules look at the state only, never at the event: whatever order events come
+in, a decision that is due is made, and one that is under way is not made twice.
 """
 
 from __future__ import annotations

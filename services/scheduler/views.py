@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,17 +42,5 @@ def make_snapshot(state: JobState) -> dict[str, Any]:
             "started": evaluation.started,
             "ended": evaluation.ended,
         },
-        "cells": [
-            {
-                "cell_id": view.cell_id,
-                "role": view.role.value,
-                "state": view.state.value,
-                "version": view.version,
-                "slots": view.slots,
-                "num_runs": view.num_runs,
-                "is_core": view.is_core,
-                "reason": view.reason,
-            }
-            for view in (cell.view() for cell in state.cells)
-        ],
+        "cells": [asdict(cell.view()) for cell in state.cells],
     }

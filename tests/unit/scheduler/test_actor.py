@@ -6,8 +6,9 @@ import asyncio
 import json
 
 import pytest
+from ray.exceptions import RayTaskError
 
-from services.common.errors import ConfigError, EngineError
+from services.common.errors import ConfigError, EngineError, TrainingError
 from services.scheduler import actor as actor_module
 from services.scheduler.actor import JobScheduler
 from services.scheduler.codec import decode
@@ -152,6 +153,31 @@ async def test_a_fault_of_the_core_itself_fails_the_job(performer, tmp_path) -> 
     await scheduler.close()
     assert status["status"] == "failed"
     assert "ValueError" in status["reason"]
+
+
+async def test_a_log_that_cannot_be_written_fails_the_job_instead_of_hanging_it(performer, tmp_path) -> None:
+    performer.hold.clear()
+    scheduler = await started(options(), performer, tmp_path)
+
+    def refuse(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    scheduler.log.append = scheduler.log.note = refuse
+    await scheduler.post(RunStarted("g000000-r0", 0))
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["status"] == "failed"
+    assert "No space left on device" in status["reason"]
+    assert performer.finish.status == "failed"
+
+
+async def test_an_error_of_another_process_is_told_without_its_traceback(performer, tmp_path) -> None:
+    error = TrainingError("the rank died.", "Look into its log.")
+    performer.fails[TrainStep] = RayTaskError("submit", "Traceback ...\n  File ...", error).as_instanceof_cause()
+    scheduler = await started(options(), performer, tmp_path)
+    status = await scheduler.wait_done(30)
+    await scheduler.close()
+    assert status["reason"] == "training failed: the rank died. Look into its log."
 
 
 async def test_cancel_ends_the_job_and_saves_what_was_trained(performer, tmp_path) -> None:
