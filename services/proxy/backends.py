@@ -33,7 +33,9 @@ class Shard(Protocol):
         """The call is durable on return."""
         ...
 
-    async def abandon_call(self, call_id: str, reason: str) -> None: ...
+    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
+        """The call will not be completed. ``engine_lost``: no cell could, whatever the harness did."""
+        ...
 
 
 class Cell(Protocol):
@@ -161,12 +163,12 @@ class _RayShard:
     async def append_call(self, record: CallRecord) -> None:
         await self._ask("append_call", record)
 
-    async def abandon_call(self, call_id: str, reason: str) -> None:
-        await self._ask("abandon_call", call_id, reason)
+    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
+        await self._ask("abandon_call", call_id, reason, engine_lost=engine_lost)
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         try:
-            return await getattr(self._actors.get(self._name), method).remote(*arguments)
+            return await getattr(self._actors.get(self._name), method).remote(*arguments, **options)
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
         except (ray.exceptions.RayError, ValueError) as error:

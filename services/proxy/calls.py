@@ -50,6 +50,8 @@ class Answer:
     num_cached_tokens: int = 0
     """Of the prompt, at the cell that started the call."""
     finish_reason: str = ""
+    waits_for_cell: bool = False
+    """No cell can go on with the call now."""
 
     @property
     def text(self) -> str:
@@ -113,12 +115,14 @@ class CallServer:
         shard = self._backends.shard_for(run_id)
         answer = Answer()
         with self._as_failed_call():
-            async with asyncio.timeout(self._call_timeout_s):
+            async with asyncio.timeout(self._call_timeout_s) as deadline:
                 ticket = await self._match(shard, run_id, key, request)
                 try:
                     await self._generate(ticket, answer, emit)
                 except BaseException as error:
-                    self._in_background(_quietly(shard.abandon_call(ticket.call_id, _why(error))))
+                    engine_lost = deadline.expired() or answer.waits_for_cell
+                    abandoning = shard.abandon_call(ticket.call_id, _why(error), engine_lost=engine_lost)
+                    self._in_background(_quietly(abandoning))
                     raise
         # from here on the answer is whole: it is stored even if the harness goes away meanwhile
         storing = self._in_background(shard.append_call(_record(ticket, request, answer, started_at_s)))
@@ -151,6 +155,7 @@ class CallServer:
             table = self._backends.routes.table
             excluded = [cell_id for cell_id, epoch in failed.items() if epoch >= table.epoch]
             route, reason = choose_cell(table, ticket.run_id, excluded)
+            answer.waits_for_cell = route is None
             if route is None:
                 logger.debug("call %s waits: %s", ticket.call_id, reason)
                 await self._backends.routes.wait_newer(table.epoch, retry_s)

@@ -151,7 +151,8 @@ class TrajectoryShard:
     async def finish_run(self, result: RunResult) -> Outcome:
         """Record how an attempt ended; the outcome as recorded.
 
-        It is ``CONTEXT_LIMIT`` where the harness ended or crashed because its last call no longer fitted.
+        It is ``CONTEXT_LIMIT`` where the harness ended or crashed because its last call no longer fitted, and
+        ``ENGINE_LOSS`` where no cell could complete its last call.
         """
         run = self._find_run(result.run_id)
         if run is not None and self._groups[group_of(RunId(result.run_id))].settlement is not None:
@@ -164,7 +165,9 @@ class TrajectoryShard:
             is_newest = log is None or log.attempt <= result.attempt
             if log is not None and log.attempt == result.attempt:
                 log.close()
-                outcome = settle_outcome(result.outcome, context_overflowed=log.context_overflowed)
+                outcome = settle_outcome(
+                    result.outcome, context_overflowed=log.context_overflowed, engine_lost=log.engine_lost
+                )
                 result = replace(result, outcome=outcome)
             await self._in_writer(self._store.finish_run, result)
             if is_newest:
@@ -272,10 +275,14 @@ class TrajectoryShard:
         # a caller that goes away must not leave the call in the store but not in the tree
         await asyncio.shield(self._task(self._append(record)))
 
-    async def abandon_call(self, call_id: str, reason: str) -> None:
-        """Forget a call that will not be completed. Unknown ones are no error."""
+    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
+        """Forget a call that will not be completed. Unknown ones are no error.
+
+        ``engine_lost``: no cell could complete it. Unless a later call is completed, the run ended by that.
+        """
         run = self._find_run(call_id.rpartition("-a")[0])
         if run is not None and run.log is not None and run.log.pending.pop(call_id, None) is not None:
+            run.log.engine_lost = engine_lost
             logger.info("call %s was abandoned: %s", call_id, reason)
 
     async def close(self) -> None:

@@ -46,6 +46,8 @@ class AttemptLog:
         """None once the attempt is closed: no call is taken any more."""
         self.context_overflowed = False
         """The last request did not fit the model's context."""
+        self.engine_lost = False
+        """No cell could complete the last call."""
         self.tree = TrajectoryTree()
         self.pending: dict[str, PendingCall] = {}
         self._next_ordinal = 0
@@ -107,6 +109,7 @@ class AttemptLog:
         """Add a stored call. An answer that was cut from outside is kept, but nothing is built on it or trained."""
         record = row.record
         is_whole = record.finish_reason != "abort"
+        self.engine_lost = False
         self.tree.append(
             TreeCall(
                 call_id=record.call_id,

@@ -74,11 +74,14 @@ def settle_group(
     return Settlement(result, scored, advantages.by_run)
 
 
-def settle_outcome(outcome: Outcome, *, context_overflowed: bool) -> Outcome:
-    """The outcome of an attempt, given whether its last call no longer fitted the model's context.
+def settle_outcome(outcome: Outcome, *, context_overflowed: bool, engine_lost: bool) -> Outcome:
+    """The outcome of an attempt, given whether its last call no longer fitted the model's context, and whether no
+    cell could complete it.
 
-    A runner sees only how the harness took the refusal: it gave up in an orderly way, or it crashed.
+    A runner sees only how the harness took that: it gave up in an orderly way, it crashed, or it waited too long.
     """
+    if engine_lost and outcome in (Outcome.FINISHED, Outcome.HARNESS_CRASH, Outcome.HARNESS_TIMEOUT):
+        return Outcome.ENGINE_LOSS
     if context_overflowed and outcome in (Outcome.FINISHED, Outcome.HARNESS_CRASH):
         return Outcome.CONTEXT_LIMIT
     return outcome

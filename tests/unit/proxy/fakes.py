@@ -40,6 +40,8 @@ class FakeShard:
     appending: asyncio.Event = field(default_factory=asyncio.Event)
     records: list[CallRecord] = field(default_factory=list)
     abandoned: list[tuple[str, str]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Calls that were abandoned because no cell could complete them."""
     requests: list[CanonicalRequest] = field(default_factory=list)
 
     async def match_call(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
@@ -60,8 +62,9 @@ class FakeShard:
             raise self.append_error
         self.records.append(record)
 
-    async def abandon_call(self, call_id: str, reason: str) -> None:
+    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
         self.abandoned.append((call_id, reason))
+        self.lost += [call_id] if engine_lost else []
 
 
 @dataclass

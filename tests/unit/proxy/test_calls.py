@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import AccessError, EngineError
 from services.common.ids import JobId
-from services.common.types import VersionSpan
+from services.common.types import CellState, VersionSpan
 from services.proxy.calls import Answer, CallFailedError, CallServer, Piece
 from services.proxy.types import CanonicalRequest, Message
 from services.rollout.types import GenerateChunk
@@ -89,7 +89,28 @@ async def test_all_cells_lost_is_a_failed_call_and_no_busy_loop() -> None:
     with pytest.raises(CallFailedError):
         await server.serve(RUN, KEY, REQUEST, lambda piece: None)
     assert 2 <= len(cells["a"].requests) < 10
+    await until(lambda: shard.lost == [f"{RUN}-a0-c0"])
+
+
+async def test_harness_that_gives_up_waiting_for_a_cell_met_an_engine_loss() -> None:
+    shard = FakeShard()
+    backends = FakeBackends(shard, a=FakeCell())
+    backends.publish({"a": CellState.STALE})
+    serving = asyncio.create_task(CallServer(JobId("j"), backends, 20).serve(RUN, KEY, REQUEST, print))
+    await until(lambda: bool(shard.requests))
+    serving.cancel()
+    await until(lambda: shard.lost == [f"{RUN}-a0-c0"])
+
+
+async def test_harness_that_leaves_a_cell_at_work_met_no_engine_loss() -> None:
+    shard, cell = FakeShard(), FakeCell(hangs_after=1)
+    serving = asyncio.create_task(
+        CallServer(JobId("j"), FakeBackends(shard, a=cell), 20).serve(RUN, KEY, REQUEST, print)
+    )
+    await until(lambda: bool(cell.requests))
+    serving.cancel()
     await until(lambda: len(shard.abandoned) == 1)
+    assert shard.lost == []
 
 
 async def test_refusal_of_the_shard_reaches_the_caller_untouched() -> None:

@@ -237,6 +237,26 @@ async def test_a_harness_that_shortened_its_history_did_not_meet_the_context_lim
     assert await shard.finish_run(make_result(RUN, 0.5)) == Outcome.FINISHED
 
 
+async def test_a_harness_that_ended_because_no_cell_answered_met_an_engine_loss(opened: OpenShard) -> None:
+    shard = opened()
+    key = await started(shard)
+    await call(shard, RUN, key, ask("hello"), "first")
+    ticket = await shard.match_call(RUN, key, ask("hello", "first", "more"))
+    await shard.abandon_call(ticket.call_id, "TimeoutError", engine_lost=True)
+    await shard.close_attempt(RUN, 0)
+    assert await shard.finish_run(make_result(RUN, 0.0, Outcome.HARNESS_CRASH)) == Outcome.ENGINE_LOSS
+
+
+async def test_a_harness_whose_next_try_was_answered_met_no_engine_loss(opened: OpenShard) -> None:
+    shard = opened()
+    key = await started(shard)
+    ticket = await shard.match_call(RUN, key, ask("hello"))
+    await shard.abandon_call(ticket.call_id, "TimeoutError", engine_lost=True)
+    await call(shard, RUN, key, ask("hello"), "first")
+    await shard.close_attempt(RUN, 0)
+    assert await shard.finish_run(make_result(RUN, 1.0)) == Outcome.FINISHED
+
+
 async def test_appending_twice_stores_once(opened: OpenShard, tmp_path: Path) -> None:
     shard = opened()
     key = await started(shard)

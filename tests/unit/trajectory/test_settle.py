@@ -73,7 +73,14 @@ def test_equal_rewards_are_lost_or_kept_as_the_job_says() -> None:
 
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_an_overflowed_context_explains_only_the_ends_that_it_causes(outcome: Outcome) -> None:
-    assert settle_outcome(outcome, context_overflowed=False) == outcome
+    assert settle_outcome(outcome, context_overflowed=False, engine_lost=False) == outcome
     changed = {Outcome.FINISHED, Outcome.HARNESS_CRASH, Outcome.CONTEXT_LIMIT}
     expected = Outcome.CONTEXT_LIMIT if outcome in changed else outcome
-    assert settle_outcome(outcome, context_overflowed=True) == expected
+    assert settle_outcome(outcome, context_overflowed=True, engine_lost=False) == expected
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_a_lost_engine_explains_only_the_ends_that_it_causes(outcome: Outcome) -> None:
+    changed = {Outcome.FINISHED, Outcome.HARNESS_CRASH, Outcome.HARNESS_TIMEOUT}
+    expected = Outcome.ENGINE_LOSS if outcome in changed else outcome
+    assert settle_outcome(outcome, context_overflowed=False, engine_lost=True) == expected
