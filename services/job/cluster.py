@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ray
@@ -14,7 +14,7 @@ from ray import serve
 
 from services.common.errors import MachineError
 from services.common.names import RAY_NAMESPACE
-from services.job.config import RayConfig
+from services.job.config import JobConfig, RayConfig
 
 _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # several processes share the cores; each sets its own number after its start
@@ -26,8 +26,7 @@ _WORKER_ENV = {
 _DRIVER_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_V2_ENABLED": "1",
-    # a job owns its actors, so waiting for a controller that dies with the cluster helps nobody
-    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",  # a job's terminal shows the job; the replicas' logs are files
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # the actors of a job start together; more at once than cores is meant, not a mistake to warn of
     "RAY_worker_maximum_startup_concurrency": "16",
@@ -74,6 +73,23 @@ def ray_cluster(config: RayConfig) -> Iterator[bool]:
         ray.shutdown()
 
 
+def check_resources(config: JobConfig, offered: Mapping[str, float]) -> None:
+    """Raise ``MachineError`` if a cluster that does not grow lacks what the job's actors ask for: they would wait
+    for ever. ``offered``: Ray's resources by name; nothing is known of an empty one."""
+    cells, trainer = config.rollout.cells, config.trainer
+    needed = {
+        "CPU": cells.num_cells * cells.cpus_per_cell + trainer.num_workers * trainer.cpus_per_worker,
+        "GPU": cells.num_cells * cells.gpus_per_cell + trainer.num_workers * trainer.gpus_per_worker,
+    }
+    for name, number in needed.items():
+        if offered and number > offered.get(name, 0) + 1e-6:
+            raise MachineError(
+                f"the job asks for {number:g} {name}s, and the cluster offers {offered.get(name, 0):g}.",
+                f"Lower rollout.cells.num_cells, {name.lower()}s_per_cell or trainer.{name.lower()}s_per_worker, raise "
+                "ray.num_cpus, or join a larger cluster with ray.address.",
+            )
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that was free a moment ago."""
     with socket.socket() as probe:
@@ -106,7 +122,12 @@ def serve_ingress(host: str, port: int, *, own_cluster: bool) -> Iterator[str]:
     already = bool(_serve_applications())
     if not already:
         port = port or free_port(host)
-        serve.start(http_options={"host": host, "port": port, "access_log": False})
+        try:
+            serve.start(http_options={"host": host, "port": port})
+        except RuntimeError as error:
+            raise MachineError(
+                f"Ray Serve did not start at {host}:{port}: {error}.", "Free the port, or set proxy.port to 0."
+            ) from error
     else:
         host, port = _serve_address()
     try:

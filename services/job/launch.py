@@ -6,8 +6,6 @@ import contextlib
 import fcntl
 import os
 import secrets
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from rich.console import Console
 
 from services.common.errors import ConfigError, JobError, NotFoundError, TidegateError
@@ -32,9 +30,12 @@ from services.common.names import (
     serve_application,
     shard_actor,
 )
-from services.job.cluster import ray_cluster, serve_ingress
+from services.common.remote import cause_of, one_line
+from services.job.cluster import check_resources, ray_cluster, serve_ingress
+from services.job.config import public_config
 from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
+from services.job.process import peak_memory, signals_interrupt
 from services.job.progress import Progress
 from services.job.report import make_summary, plot_reward, read_metrics, summary_table, write_json
 from services.proxy.deployment import ProxySettings, proxy_application
@@ -42,7 +43,7 @@ from services.rollout.actor import Runner
 from services.rollout.cell import RolloutCell
 from services.rollout.engine import engine_env
 from services.rollout.types import Sampling
-from services.scheduler.actor import JobScheduler
+from services.scheduler.actor import FINISH_TIMEOUT_S, JobScheduler
 from services.scheduler.types import JobStatus, ResumeState, TrainingFailed
 from services.trainer.cell import run_training
 from services.trainer.checkpoint import drop_newer
@@ -52,7 +53,6 @@ from services.trajectory.actor import TrajectoryShard
 from services.trajectory.outcome import OUTCOME_TABLE
 from services.trajectory.store import list_runs
 
-_CANCEL_TIMEOUT_S = 120.0
 _EXIT_CODES = {JobStatus.FINISHED: 0, JobStatus.FAILED: 1, JobStatus.CANCELLED: 130}
 _MAX_CELL_RESTARTS = 3
 
@@ -60,18 +60,32 @@ _MAX_CELL_RESTARTS = 3
 def run_job(plan: Plan, console: Console) -> int:
     """Run a job to its end; returns the process's exit code."""
     started = time.monotonic()
-    with _job_folder(plan), _signals_interrupt(), _peak_memory() as peak:
+    snapshot: dict[str, Any] = {}
+    with _job_folder(plan), signals_interrupt(), peak_memory() as peak:
         try:
             with (
                 ray_cluster(plan.config.ray) as own_cluster,
                 serve_ingress(plan.config.proxy.host, plan.config.proxy.port, own_cluster=own_cluster) as ingress_url,
             ):
-                snapshot = _Job(plan, ingress_url, console).run()
+                if own_cluster:
+                    check_resources(plan.config, ray.cluster_resources())
+                _Job(plan, ingress_url, console).run(snapshot)
+            code = _EXIT_CODES[JobStatus(snapshot["status"])]
         except KeyboardInterrupt:
-            snapshot = {"status": JobStatus.CANCELLED, "reason": "interrupted before it could end in good order"}
-        except TidegateError as error:
-            snapshot = {"status": JobStatus.FAILED, "reason": str(error)}
-        return _conclude(plan, console, snapshot, time.monotonic() - started, peak())
+            code = _EXIT_CODES[JobStatus.CANCELLED]
+            reason = "interrupted before it could end in good order"
+            snapshot.update(status=JobStatus.CANCELLED, reason=reason)
+        except (TidegateError, RayError) as error:  # RayError: an actor that the driver asked is gone
+            code = exit_code_of(error)
+            snapshot.update(status=JobStatus.FAILED, reason=one_line(error))
+        _conclude(plan, console, snapshot, time.monotonic() - started, peak())
+        return code
+
+
+def exit_code_of(error: Exception) -> int:
+    """The exit code of a job that an error ended: that of the error tree, 1 for anything else."""
+    cause = cause_of(error)
+    return cause.exit_code if isinstance(cause, TidegateError) else TidegateError.exit_code
 
 
 class _Job:
@@ -87,14 +101,14 @@ class _Job:
         self._actors: list[Any] = []
         self._cells: list[Any] = []
 
-    def run(self) -> dict[str, Any]:
-        """Start everything, follow the job, end everything."""
+    def run(self, snapshot: dict[str, Any]) -> None:
+        """Start everything, follow the job, end everything. ``snapshot`` takes the newest one, whatever happens."""
         with Progress(self._console, self._plan.job_id, self._config.trainer.steps) as progress:
             try:
                 progress.note("starting shards, cells, trainer and proxy")
                 scheduler = self._start()
                 progress.note(f"logs of the actors: {_session_logs()}")
-                return self._follow(scheduler, progress)
+                self._follow(scheduler, progress, snapshot)
             finally:
                 self._end()
 
@@ -132,8 +146,12 @@ class _Job:
             scheduler_address=address,
             scheduler_token=self._token,
         )
-        application = proxy_application(settings)
-        serve.run(application, name=serve_application(job_id), route_prefix=route_prefix(job_id))
+        try:
+            serve.run(proxy_application(settings), name=serve_application(job_id), route_prefix=route_prefix(job_id))
+        except RuntimeError as error:
+            raise JobError(
+                f"the proxy could not be started: {error}.", "See the logs of Ray Serve's replicas."
+            ) from error
         return scheduler
 
     def _actor(self, kind: type, name: str, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -239,24 +257,29 @@ class _Job:
 
     # -- follow -------------------------------------------------------------------------------------------------------
 
-    def _follow(self, scheduler: Any, progress: Progress) -> dict[str, Any]:
+    def _follow(self, scheduler: Any, progress: Progress, snapshot: dict[str, Any]) -> None:
         deadline = None
         while True:
             try:
-                snapshot = ray.get(scheduler.wait_done.remote(1.0))
+                snapshot.update(ray.get(scheduler.wait_done.remote(1.0)))
                 steps = [line for line in read_metrics(self._plan.folder) if line["kind"] == "step"]
                 progress.show(snapshot, self._sampled_tokens(), steps[-1] if steps else None)
                 if snapshot["done"]:
-                    return snapshot
+                    return
                 self._notice_dead_training(scheduler)
                 if deadline is not None and time.monotonic() > deadline:
-                    raise JobError(f"the job did not end within {_CANCEL_TIMEOUT_S:.0f} s of being cancelled.")
+                    raise JobError(f"the job did not end within {self._cancel_timeout_s:.0f} s of being cancelled.")
             except KeyboardInterrupt:
                 if deadline is not None:
                     raise
                 progress.note("cancelling: saving what was trained (once more to stop at once)")
-                deadline = time.monotonic() + _CANCEL_TIMEOUT_S
+                deadline = time.monotonic() + self._cancel_timeout_s
                 scheduler.cancel.remote("interrupted by the user")
+
+    @property
+    def _cancel_timeout_s(self) -> float:
+        """The step in flight may end, a checkpoint is saved, and what runs is ended."""
+        return 2 * self._config.trainer.step_timeout_s + 2 * FINISH_TIMEOUT_S
 
     def _sampled_tokens(self) -> int:
         """Tokens that the living cells sampled since they started."""
@@ -275,7 +298,7 @@ class _Job:
             ray.get(self._training)
             reason = "the training ranks ended by themselves"
         except ray.exceptions.RayError as error:
-            reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+            reason = one_line(error)
         scheduler.post.remote(TrainingFailed(reason))
 
     # -- end ----------------------------------------------------------------------------------------------------------
@@ -303,7 +326,7 @@ def _recover(shard: Any, index: int, num_shards: int, resume: ResumeState) -> Re
     return replace(resume, ready=tuple(group for group in resume.ready if group.spec.group_id not in lost))
 
 
-def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: float, peak_rss_bytes: int) -> int:
+def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: float, peak_rss_bytes: int) -> None:
     """Write what remains and show it."""
     try:
         runs = list_runs(str(plan.folder / "trajectory"))
@@ -329,16 +352,17 @@ def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: fl
     write_json(plan.folder / "summary.json", summary)
     plot_reward(plan.folder, plan.job_id)
     console.print(summary_table(summary, plan.folder))
-    code = _EXIT_CODES[JobStatus(snapshot["status"])]
-    if code == 1:
+    if snapshot["status"] == JobStatus.FAILED:
         Console(stderr=True).print(f"error: {snapshot['reason']}", style="red", markup=False, highlight=False)
-    return code
 
 
 @contextlib.contextmanager
 def _job_folder(plan: Plan) -> Iterator[None]:
     """The job's folder, held by a lock for as long as the job runs; ``latest`` links to it."""
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {plan.folder} ({error.strerror}).", "Set output.dir elsewhere.") from None
     with (plan.folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -350,9 +374,7 @@ def _job_folder(plan: Plan) -> Iterator[None]:
                 "job_id": plan.job_id,
                 "name": plan.config.name,
                 "created_at_s": time.time(),
-                "config": plan.config.model_dump(
-                    mode="json", exclude={"scheduler": {"grpc_token"}, "proxy": {"admin_token"}}
-                ),
+                "config": public_config(plan.config),
             },
         )
         link = plan.folder.parent / "latest"
@@ -360,46 +382,6 @@ def _job_folder(plan: Plan) -> Iterator[None]:
         scratch.symlink_to(plan.folder.name)
         scratch.replace(link)
         yield
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a job as Ctrl-C does."""
-
-    def interrupt(_signum: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _peak_memory() -> Iterator[Any]:
-    """Samples the resident memory of this process and all that it started; yields a getter of the peak, bytes."""
-    peak = 0
-    stop = threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        me = psutil.Process()
-        while not stop.wait(2.0):
-            total = 0
-            for process in [me, *me.children(recursive=True)]:
-                with contextlib.suppress(psutil.Error):
-                    total += process.memory_info().rss
-            peak = max(peak, total)
-
-    thread = threading.Thread(target=sample, daemon=True, name="peak-memory")
-    thread.start()
-    try:
-        yield lambda: peak
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _session_logs() -> Path:

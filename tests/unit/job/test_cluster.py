@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from services.common.errors import MachineError
+from services.job.cluster import check_port, check_resources, free_port
+from services.job.config import JobConfig
+
+
+def job(**sections: object) -> JobConfig:
+    return JobConfig.model_validate({"tasks": {"train": "t"}, **sections})
+
+
+def test_a_job_that_asks_for_more_than_its_cluster_offers_is_refused() -> None:
+    config = job(rollout={"cells": {"gpus_per_cell": 1}})
+    with pytest.raises(MachineError, match="asks for 2 GPUs, and the cluster offers 0"):
+        check_resources(config, {"CPU": 4.0})
+    check_resources(config, {"CPU": 4.0, "GPU": 2.0})
+    with pytest.raises(MachineError, match=r"asks for 8\.5 CPUs"):
+        check_resources(job(rollout={"cells": {"cpus_per_cell": 4}}), {"CPU": 4.0})
+
+
+def test_a_default_job_fits_the_smallest_cluster() -> None:
+    check_resources(job(), {"CPU": 4.0})
+
+
+def test_a_taken_port_is_named_with_its_key() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError, match=rf"proxy\.port: 127\.0\.0\.1:{port}"):
+            check_port("127.0.0.1", port, "proxy.port")
+    check_port("127.0.0.1", free_port(), "proxy.port")
+    check_port("127.0.0.1", 0, "proxy.port")
