@@ -76,11 +76,9 @@ class Mailbox:
         self._queue.append(entry)
         await self._advance()
         while not answer.done():
-            remaining_s = entry.deadline_s - time.monotonic() if self._current is entry else _POLL_S
+            remaining_s = self._current.deadline_s - time.monotonic() if self._current is not None else _POLL_S
             if remaining_s <= 0:
-                late = f"{type(command).__name__} took longer than {self._timeout_s:g} s."
-                self._finish(entry, error=TrainingError(late, _RESTART_HINT))
-                await self._advance()
+                await self._end_late(self._current)
             else:
                 await asyncio.wait([answer], timeout=min(remaining_s, _POLL_S))
         return answer.result()
@@ -197,6 +195,17 @@ class Mailbox:
             entry.answer.set_result(result)
         else:
             entry.answer.set_exception(error)
+
+    async def _end_late(self, entry: _Entry | None) -> None:
+        """The command in flight is past its deadline, whoever noticed."""
+        if entry is None:
+            return
+        late = f"{type(entry.command).__name__} took longer than {self._timeout_s:g} s."
+        if entry.answer is None:
+            await self.close(f"the restarted training ranks could not catch up: {late}")
+            return
+        self._finish(entry, error=TrainingError(late, _RESTART_HINT))
+        await self._advance()
 
     async def _advance(self) -> None:
         if self._current is None and self._queue and not self._closed:

@@ -133,6 +133,18 @@ async def test_ranks_that_cannot_catch_up_end_the_training() -> None:
         await answer
 
 
+async def test_ranks_that_hang_while_they_catch_up_end_the_training() -> None:
+    mailbox = Mailbox(timeout_s=0.05)
+    rank = await Rank(mailbox, "a").register()
+    answer = submit(mailbox, step(1))
+    await rank.do()
+    await answer
+    rank = await Rank(mailbox, "b").register(start_step=0)
+    assert (await rank.next()).command == step(1)  # and nothing comes of it
+    with pytest.raises(TrainingError, match="catch up"):
+        await asyncio.wait_for(mailbox.submit(step(2)), 5)
+
+
 async def test_command_past_its_deadline_fails() -> None:
     mailbox = Mailbox(timeout_s=0.05)
     await Rank(mailbox, "a").register()
