@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_OWN_ARGUMENTS = frozenset(
+    {
+        "model",
+        "tokenizer",
+        "dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "kv_cache_memory_bytes",
+        "block_size",
+        "tensor_parallel_size",
+        "logprobs_mode",
+    }
+)
+"""vLLM's arguments that other parts of a job rely on."""
 
 
 class EngineConfig(BaseModel):
@@ -29,7 +44,17 @@ class EngineConfig(BaseModel):
     start_timeout_s: float = Field(default=300, gt=0)
     """An engine that is not up by then has failed."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs."""
+    """Further arguments of vLLM's AsyncEngineArgs; those that the fields above set are refused here."""
+
+    @field_validator("extra")
+    @classmethod
+    def _extra_overrules_nothing(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(extra.keys() & _OWN_ARGUMENTS)
+        if taken:
+            raise ValueError(
+                f"{', '.join(taken)} cannot stand here: the job sets it by another key, or needs it as it is"
+            )
+        return extra
 
 
 class CellsConfig(BaseModel):
@@ -62,7 +87,7 @@ class SamplingConfig(BaseModel):
     temperature: float = Field(default=0.7, ge=0)
     max_tokens: int = Field(default=128, ge=1)
     """Most tokens of one answer (a harness may ask for fewer)."""
-    eval_temperature: float | None = None
+    eval_temperature: float | None = Field(default=None, ge=0)
     """Temperature of held-out passes; None: the same."""
 
 
@@ -88,7 +113,8 @@ class HarnessConfig(BaseModel):
 
     command: tuple[str, ...] = ()
     """Command and arguments. ``{instruction}``, ``{instruction_file}``, ``{workspace}``, ``{base_url}``,
-    ``{api_key}``, ``{model}``, ``{config_dir}`` are replaced. Empty: mini-swe-agent with the project's config."""
+    ``{api_key}``, ``{model}``, ``{config_dir}``, ``{logs_dir}`` (writable, kept) are replaced. Empty: mini-swe-agent
+    with the project's config."""
     config_dir: str = ""
     """Folder mounted read-only for the harness (its own configuration), relative to the job's config file."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+from pydantic import ValidationError
+
 from services.rollout.cell import call_seed
 from services.rollout.config import CellsConfig, EngineConfig, RolloutConfig
 from services.rollout.engine import engine_env
@@ -20,6 +23,13 @@ def test_cpu_cells_are_not_bound_to_one_core() -> None:
     env = engine_env(RolloutConfig(engine=EngineConfig(num_threads=3)), 1)
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "logprobs_mode"])
+def test_what_a_job_relies_on_cannot_be_overruled(name: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        EngineConfig(extra={name: 1})
+    assert EngineConfig(extra={"seed": 1}).extra == {"seed": 1}
 
 
 def test_the_cell_can_be_imported_without_vllm() -> None:
