@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -77,15 +76,6 @@ def load_latest(folder: Path) -> Checkpoint | None:
             return _load(path)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             _log.warning("passing over the damaged checkpoint %s: %s", path, error)
-    return None
-
-
-def latest_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint that is whole."""
-    for path in reversed(list_checkpoints(folder)):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            _verify(path)
-            return _step_of(path)
     return None
 
 

@@ -63,16 +63,6 @@ class Pack:
         """Tokens of the longest path from a root."""
         return int(self.position_ids.max()) + 1 if len(self.position_ids) else 0
 
-    def mask(self) -> NDArray[np.bool_]:
-        """[T, T] True where row's token attends to column's."""
-        num_nodes = len(self.parents)
-        sees = np.eye(num_nodes, dtype=np.bool_)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                sees[node] |= sees[parent]
-        node_of = np.repeat(np.arange(num_nodes), np.diff(self.node_starts))
-        return np.tril(sees[node_of[:, None], node_of[None, :]])
-
 
 def pack_forest(nodes: Sequence[Node]) -> Pack:
     """Lay a forest out as one row.

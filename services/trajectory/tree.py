@@ -222,10 +222,6 @@ class TrajectoryTree(SegmentForest):
             )
         self._calls[call.call_id] = _Placed(prompt_end, answer_end, call.ordinal, call.request_key)
 
-    def num_tokens_through(self, call_id: str) -> int:
-        """Length of a call's prompt and answer."""
-        return self._end(self._place(call_id).answer_end)
-
     def prompt_ids(self, call_id: str) -> TokenIds:
         """The prompt of a call: int32 ``[num_prompt_tokens]``."""
         return self.ids(self._place(call_id).prompt_end)

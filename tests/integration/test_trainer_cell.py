@@ -158,7 +158,9 @@ def test_steps_publication_checkpoint_and_the_end(cluster: None, model_path: str
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     assert manifest.canary.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
     assert cell.submit(SaveCheckpoint(2, 2, is_best=True)).endswith("step-000002")
-    assert checkpoints.latest_step(cell.checkpoint_dir) == 2
+    saved = checkpoints.load_latest(cell.checkpoint_dir)
+    assert saved is not None
+    assert saved.step == 2
     best = AutoModelForCausalLM.from_pretrained(cell.checkpoint_dir / "best")
     assert all(np.array_equal(tensors[name], p.detach().numpy()) for name, p in best.named_parameters())
     with pytest.raises(TidegateError, match="cannot be taken"):

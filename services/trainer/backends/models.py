@@ -62,7 +62,7 @@ def check_architecture(config: Any) -> None:
 
 
 def check_path_length(config: Any, longest_path: int) -> None:
-    """Raise ``ConfigError`` if a path is longer than the model's attention window, which the tree mask ignores."""
+    """Raise ``ConfigError`` if a path is longer than the model's attention window, which tree attention ignores."""
     text_config = config.get_text_config()
     window = getattr(text_config, "sliding_window", None)
     layer_types = getattr(text_config, "layer_types", None)

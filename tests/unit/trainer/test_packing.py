@@ -70,13 +70,9 @@ def test_run_without_target_is_not_computed_and_not_counted() -> None:
 def test_pack_keeps_each_path(seed: int) -> None:
     nodes = make_micro_step(seed).nodes
     pack = pack_forest(nodes)
-    mask = pack.mask()
     for index in range(len(nodes)):
         rows = np.concatenate([np.arange(pack.node_starts[n], pack.node_starts[n + 1]) for n in path_to(nodes, index)])
         np.testing.assert_array_equal(pack.position_ids[rows], np.arange(len(rows)))
-        np.testing.assert_array_equal(mask[np.ix_(rows, rows)], np.tri(len(rows), dtype=np.bool_))
-        for row in range(pack.node_starts[index], pack.node_starts[index + 1]):
-            assert set(np.flatnonzero(mask[row])) <= set(rows)
         for target, predecessor in zip(pack.targets, pack.predecessors, strict=True):
             if pack.node_starts[index] <= target < pack.node_starts[index + 1]:
                 place = list(rows).index(target)

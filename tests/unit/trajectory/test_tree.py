@@ -19,7 +19,6 @@ def test_a_continued_call_adds_only_its_new_tokens() -> None:
     tree = make_tree(make_call("c0", None, [1, 2, 3], [4, 5]), make_call("c1", "c0", [6], [7]))
     assert tree.num_tokens == 7
     assert tree.prompt_ids("c1").tolist() == [1, 2, 3, 4, 5, 6]
-    assert tree.num_tokens_through("c1") == 7
     (leaf,) = tree.leaves()
     assert kinds(tree, leaf) == [("prompt", [1, 2, 3]), ("sampled", [4, 5]), ("prompt", [6]), ("sampled", [7])]
 
@@ -97,11 +96,11 @@ def test_any_tree_holds_every_call_and_each_sampled_token_once(calls: list[TreeC
         prompt = [*history, *call.new_prompt_ids.tolist()]
         assert tree.prompt_ids(call.call_id).tolist() == prompt
         expected[call.call_id] = [*prompt, *call.output_ids.tolist()]
-        assert tree.num_tokens_through(call.call_id) == len(expected[call.call_id])
     sampled = [segment for segment in tree.segments if segment.is_sampled]
     assert sorted(segment.call_id or "" for segment in sampled) == sorted(c.call_id for c in calls if len(c.output_ids))
     assert tree.num_tokens == sum(len(segment.token_ids) for segment in tree.segments)
     assert all(len(segment.token_ids) for segment in tree.segments)
+    assert all(segment.end == len(expected[segment.call_id]) for segment in sampled if segment.call_id)
     assert sorted(tree.preorder()) == list(range(len(tree.segments)))
     for index, segment in enumerate(tree.segments):
         assert segment.end == len(tree.ids(index))
