@@ -227,19 +227,31 @@ def test_a_missing_config_folder_or_a_wrong_url_is_a_setup_failure(
     assert "plain http" in result.detail
 
 
-def test_a_cancelled_run_ends_at_once_and_is_not_scored(attempt: Attempt) -> None:
+def cancelled_when(condition: Callable[[], bool]) -> threading.Event:
+    """An event that is set as soon as a condition holds (within 20 s)."""
     cancel = threading.Event()
-    threading.Timer(0.3, cancel.set).start()
-    result = attempt("sleep 600", cancel=cancel)
+
+    def watch() -> None:
+        give_up_s = time.monotonic() + 20
+        while not condition() and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+        cancel.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    return cancel
+
+
+def test_a_cancelled_run_ends_at_once_and_is_not_scored(attempt: Attempt, tmp_path: Path) -> None:
+    cancel = cancelled_when((tmp_path / "run/workspace/begun").exists)
+    result = attempt("touch begun; sleep 600", cancel=cancel)
     assert (result.outcome, result.reward, result.verifier_s) == (Outcome.CANCELLED, None, 0.0)
     assert result.wall_s < 3
 
 
-def test_cancelling_ends_a_verifier_too(attempt: Attempt) -> None:
-    cancel = threading.Event()
-    threading.Timer(0.5, cancel.set).start()
-    result = attempt("true", test="sleep 600", cancel=cancel)
-    assert (result.outcome, result.reward) == (Outcome.CANCELLED, None)
+def test_cancelling_ends_a_verifier_too(attempt: Attempt, tmp_path: Path) -> None:
+    cancel = cancelled_when((tmp_path / "run/verifier-1/logs/begun").exists)
+    result = attempt("true", test="touch /logs/verifier/begun; sleep 600", cancel=cancel)
+    assert (result.outcome, result.reward, result.exit_code) == (Outcome.CANCELLED, None, 0)
     assert result.wall_s < 3
 
 
@@ -348,6 +360,15 @@ def test_a_second_attempt_starts_from_a_clean_workspace(attempt: Attempt) -> Non
     attempt("touch left-over; echo changed > seed.txt")
     result = attempt('[ ! -e left-over ] && [ "$(cat seed.txt)" = seed ]')
     assert result.outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "none"])
+def test_the_tiny_tasks_score_the_share_of_vowels(proxy: Proxy, tmp_path: Path, kind: str) -> None:
+    harness = HarnessConfig(command=("bash", "-c", "printf aebc > answer.txt"))
+    for task in load_task_set(PROJECT / "examples" / "tiny" / "tasks"):
+        spec = RunSpec("g000001-r0", 0, task, proxy.url, "key", "policy", str(tmp_path / task.name))
+        result = run_attempt(spec, harness, SANDBOX.model_copy(update={"kind": kind}))
+        assert (result.outcome, result.reward) == (Outcome.FINISHED, 0.5), result.detail
 
 
 TASKS = [task for name in ("train", "heldout") for task in load_task_set(PROJECT / "examples" / "tasks" / name)]
