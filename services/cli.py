@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from services import __version__
@@ -72,7 +73,7 @@ def doctor() -> None:
     colours = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
     for finding in examine():
         worst_is_failure |= finding.verdict is Verdict.FAIL
-        detail = f"{finding.detail}\n[bold]{finding.hint}[/bold]" if finding.hint else finding.detail
+        detail = escape(finding.detail) + (f"\n[bold]{escape(finding.hint)}[/bold]" if finding.hint else "")
         table.add_row(finding.name, f"[{colours[finding.verdict]}]{finding.verdict}[/]", detail)
     console.print(table)
     raise typer.Exit(3 if worst_is_failure else 0)
@@ -98,7 +99,7 @@ def runs_list(
         versions = "-" if run.version_min is None else f"{run.version_min}-{run.version_max}"
         table.add_row(
             run.run_id,
-            run.task_name,
+            escape(run.task_name),
             run.outcome or "unfinished",
             _number(run.reward),
             _number(run.advantage),
@@ -120,8 +121,9 @@ def runs_show(run_id: str, job: JobFolder = _LATEST) -> None:
 
     run, calls = read_run(_store_of(job), run_id)
     console.print(
-        f"[bold]{run.run_id}[/bold] {run.task_name}: {run.outcome or 'unfinished'}, reward {_number(run.reward)}, "
-        f"advantage {_number(run.advantage)}" + (f" ({run.detail})" if run.detail else "")
+        f"[bold]{run.run_id}[/bold] {escape(run.task_name)}: {run.outcome or 'unfinished'}, "
+        f"reward {_number(run.reward)}, advantage {_number(run.advantage)}"
+        + (f" ({escape(run.detail)})" if run.detail else "")
     )
     for call in calls:
         spans = ", ".join(f"{span.num_tokens} at version {span.version}" for span in call.version_spans)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from services.common.config import load_config
 from services.common.errors import ConfigError
 from services.common.ids import is_job_name
-from services.proxy.config import ProxyConfig, refuse_public_bind
+from services.proxy.config import ProxyConfig, refuse_public_bind, refuse_weak_token
 from services.rollout.config import RolloutConfig
 from services.scheduler.config import SchedulerConfig
 from services.trainer.config import TrainerConfig
@@ -117,6 +117,12 @@ def load_job_config(path: Path, overrides: list[str]) -> JobConfig:
     """Load and check a job's configuration. Raises ``ConfigError`` with the key that is wrong."""
     config = load_config(JobConfig, path, overrides)
     refuse_public_bind(config.proxy)
+    if config.scheduler.grpc_token:  # else a random one is made
+        for key, host in (
+            ("scheduler.grpc_host", config.scheduler.grpc_host),
+            ("rollout.cells.grpc_host", config.rollout.cells.grpc_host),
+        ):
+            refuse_weak_token(key, host, "scheduler.grpc_token", config.scheduler.grpc_token)
     longest = config.rollout.sampling.max_tokens
     if longest >= config.rollout.engine.max_model_len:
         raise ConfigError(

@@ -52,7 +52,7 @@ def examine() -> Iterator[Finding]:
         yield _distribution(distributions, needed_for)
     yield _probe("sandbox", _sandbox)
     yield _probe("transport", _transport)
-    yield _probe("default harness", _harness)
+    yield _probe("default harness", _harness, Verdict.WARN)
     yield _memory()
     yield _shared_memory()
     yield _disk()
@@ -79,13 +79,13 @@ def _distribution(names: tuple[str, ...], needed_for: str) -> Finding:
     )
 
 
-def _probe(name: str, probe: Callable[[], str]) -> Finding:
+def _probe(name: str, probe: Callable[[], str], otherwise: Verdict = Verdict.FAIL) -> Finding:
     try:
         return Finding(name, Verdict.OK, probe())
     except TidegateError as error:
-        return Finding(name, Verdict.FAIL, error.message, error.hint)
+        return Finding(name, otherwise, error.message, error.hint)
     except Exception as error:  # a check that breaks is a finding, not a crash of the report
-        return Finding(name, Verdict.FAIL, f"{type(error).__name__}: {error}", "Run make setup again.")
+        return Finding(name, otherwise, f"{type(error).__name__}: {error}", "Run make setup again.")
 
 
 def _sandbox() -> str:

@@ -17,6 +17,7 @@ from services.common.models import check_model, resolve_model
 from services.job.cluster import check_port
 from services.job.commit import Commit, read_commit
 from services.job.config import JobConfig
+from services.job.recorder import check_wandb
 from services.rollout.harness import check_harness
 from services.rollout.sandbox import require_sandbox
 from services.rollout.tasks import load_task_set
@@ -41,7 +42,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> Path:
-        return self.folder / "trainer" / "checkpoints"
+        return checkpoints_of(self.folder)
 
     def table(self) -> Table:
         """What the job will do, for people."""
@@ -67,6 +68,11 @@ class Plan:
         return table
 
 
+def checkpoints_of(folder: Path) -> Path:
+    """Where a job's checkpoints are."""
+    return folder / "trainer" / "checkpoints"
+
+
 def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     """Check all that can be known now. Raises ``ConfigError`` or ``MachineError``; starts and writes nothing
     but the cache of built-in models."""
@@ -76,6 +82,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     config = _with_absolute_paths(config, base)
     require_sandbox(config.rollout.sandbox)
     check_harness(config.rollout.harness)
+    check_wandb(config.output.wandb_project)
     check_port(config.proxy.host, config.proxy.port, "proxy.port")
     check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
@@ -87,9 +94,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     if resume:
         folder = _newest_job(output, config.name)
         job_id = JobId(folder.name)
-        commit = read_commit(folder)
-        if commit is None:
-            raise ConfigError(f"{folder} has no checkpoint to resume from.", "Start it anew without --resume.")
+        commit = _commit_of(folder)
     else:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         job_id = make_job_id(config.name, stamp, secrets.token_hex(2))
@@ -126,6 +131,17 @@ def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
         }
     )
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"harness": absolute})})
+
+
+def _commit_of(folder: Path) -> Commit:
+    """The commit that a job is resumed from. Raises ``ConfigError`` if there is none, or its checkpoint is gone."""
+    commit = read_commit(folder)
+    if commit is None:
+        raise ConfigError(f"{folder} has no checkpoint to resume from.", "Start it anew without --resume.")
+    checkpoint = checkpoints_of(folder) / commit.checkpoint
+    if not checkpoint.is_dir():
+        raise ConfigError(f"the checkpoint {checkpoint} is gone.", "Put it back, or start anew without --resume.")
+    return commit
 
 
 def _newest_job(output: Path, name: str) -> Path:

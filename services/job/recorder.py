@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -26,7 +27,7 @@ class Recorder:
 
     def __init__(self, folder: Path, job_id: str, wandb_project: str, config: dict[str, Any]) -> None:
         self._job_id = job_id
-        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._lines = _open_lines(folder / "metrics.jsonl")
         self._board = SummaryWriter(log_dir=str(folder / "tensorboard"))
         self._wandb = _open_wandb(wandb_project, job_id, folder, config) if wandb_project else None
         self._rewards: list[float] = []
@@ -100,6 +101,15 @@ class Recorder:
             self._wandb.log({**numbers, "step": step})
 
 
+def _open_lines(path: Path) -> TextIO:
+    """A file of lines to add to; a last line that a crash left torn stays one of its own."""
+    content = path.read_bytes() if path.exists() else b""
+    lines = path.open("a", encoding="utf-8")
+    if content and not content.endswith(b"\n"):
+        lines.write("\n")
+    return lines
+
+
 def mean_and_sem(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean and its standard error; None where there are too few values."""
     if not values:
@@ -141,11 +151,15 @@ def evaluation_figures(rewards_by_task: dict[str, tuple[float, ...]], pass_rewar
     }
 
 
-def _open_wandb(project: str, job_id: str, folder: Path, config: dict[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError:
+def check_wandb(project: str) -> None:
+    """Raise ``MachineError`` if a W&B project is configured and its client is not installed."""
+    if project and importlib.util.find_spec("wandb") is None:
         raise MachineError(
             "output.wandb_project is set, but wandb is not installed.", "pip install 'tidegate[wandb]', or unset it."
-        ) from None
+        )
+
+
+def _open_wandb(project: str, job_id: str, folder: Path, config: dict[str, Any]) -> Any:
+    import wandb
+
     return wandb.init(project=project, name=job_id, dir=str(folder), config=config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -75,7 +76,10 @@ def make_summary(
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write a file that is either the old or the new one, whatever happens meanwhile."""
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # or the rename could reach the disk before the content
     scratch.replace(path)
 
 
@@ -124,7 +128,7 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
     table.add_column()
 
     def row(name: str, value: Any) -> None:
-        table.add_row(name, str(value))
+        table.add_row(name, Text(str(value)))  # reasons may hold what rich takes for markup
 
     if summary["reason"]:
         row("reason", summary["reason"])

@@ -19,6 +19,7 @@ class ProxyConfig(BaseModel):
     port: int = Field(default=0, ge=0, le=65535)
     """Port; 0 takes a free one."""
     num_replicas: int = Field(default=1, ge=1)
+    """Copies of the proxy; any of them can take any call."""
     max_body_bytes: int = Field(default=64 << 20, ge=1024)
     """Larger requests are refused (413)."""
     call_timeout_s: float = Field(default=600, gt=0)
@@ -46,11 +47,17 @@ def is_loopback(host: str) -> bool:
 
 def refuse_public_bind(config: ProxyConfig) -> None:
     """Raises ``ConfigError`` if the proxy would listen publicly with no token or a known default one."""
-    token = config.admin_token.strip()
-    if is_loopback(config.host) or (token and token.lower() not in _KNOWN_TOKENS):
+    refuse_weak_token("proxy.host", config.host, "proxy.admin_token", config.admin_token)
+
+
+def refuse_weak_token(host_key: str, host: str, token_key: str, token: str) -> None:
+    """Raises ``ConfigError`` if an address is public and its token is empty or a known default. The keys are those
+    of the configuration."""
+    token = token.strip()
+    if is_loopback(host) or (token and token.lower() not in _KNOWN_TOKENS):
         return
-    found = "a known default admin_token" if token else "no admin_token"
+    found = f"a known default {token_key}" if token else f"no {token_key}"
     raise ConfigError(
-        f"proxy.host {config.host!r} is reachable from other machines, and there is {found}.",
-        "Set proxy.admin_token to a long random string, or proxy.host to 127.0.0.1.",
+        f"{host_key} {host!r} is reachable from other machines, and there is {found}.",
+        f"Set {token_key} to a long random string, or {host_key} to 127.0.0.1.",
     )

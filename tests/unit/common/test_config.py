@@ -65,3 +65,12 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
 def test_sections_that_contradict_each_other_are_refused(tmp_path: Path, override: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         load_job_config(write(tmp_path, MINIMAL), [override])
+
+
+@pytest.mark.parametrize("key", ["scheduler.grpc_host", "rollout.cells.grpc_host"])
+def test_a_public_grpc_server_with_a_default_token_is_refused(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(ConfigError, match=key):
+        load_job_config(path, [f"{key}=0.0.0.0", "scheduler.grpc_token=changeme"])
+    load_job_config(path, [f"{key}=0.0.0.0", "scheduler.grpc_token=b7e0c1f2a9"])
+    load_job_config(path, [f"{key}=0.0.0.0"])

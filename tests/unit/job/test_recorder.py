@@ -1,12 +1,15 @@
 import json
 import math
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from services.job.recorder import Recorder, evaluation_figures, mean_and_sem, pass_at_k
-from services.job.report import make_summary, plot_reward, read_metrics
+from services.common.errors import MachineError
+from services.job.recorder import Recorder, check_wandb, evaluation_figures, mean_and_sem, pass_at_k
+from services.job.report import make_summary, plot_reward, read_metrics, summary_table
 from services.trainer.types import StepReport
 from services.trajectory.types import GroupResult
 
@@ -79,3 +82,34 @@ def test_summary_counts_a_step_that_was_trained_again_once(tmp_path: Path) -> No
     json.dumps(summary)
     plot_reward(tmp_path, "job")
     assert (tmp_path / "reward.png").stat().st_size > 1000
+
+
+def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n{"kind": "st')
+    recorder = Recorder(tmp_path, "job-1", "", {})
+    recorder.weights_updated(1, cell="cell-0")
+    recorder.close()
+    assert [(line["kind"], line["step"]) for line in read_metrics(tmp_path)] == [("step", 1), ("weights", 1)]
+
+
+def test_a_reason_may_hold_what_looks_like_markup(tmp_path: Path) -> None:
+    summary = make_summary(
+        job_id="job-1",
+        status="failed",
+        reason="cannot read [/config/agent.py]",
+        folder=tmp_path,
+        snapshot={},
+        runs={"finished": 0, "failed": 0, "outcomes": {}, "output_tokens": 0},
+        wall_s=1.0,
+        peak_rss_bytes=1,
+    )
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(summary_table(summary, tmp_path))
+    assert "cannot read [/config/agent.py]" in console.export_text()
+
+
+def test_wandb_is_asked_for_before_work_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    check_wandb("")
+    with pytest.raises(MachineError, match="wandb is not installed"):
+        check_wandb("my-project")
