@@ -53,6 +53,8 @@ from services.trajectory.actor import TrajectoryShard
 from services.trajectory.outcome import OUTCOME_TABLE
 from services.trajectory.store import list_runs
 
+_START_TIMEOUT_S = 600.0
+_ANSWER_TIMEOUT_S = 120.0
 _EXIT_CODES = {JobStatus.FINISHED: 0, JobStatus.FAILED: 1, JobStatus.CANCELLED: 130}
 _MAX_CELL_RESTARTS = 3
 
@@ -136,7 +138,7 @@ class _Job:
         self._training = training.remote(spec, str(plan.folder / "trainer" / "ray"))
         num_runners = self._start_runners()
         scheduler = self._start_scheduler(num_runners)
-        address = ray.get(scheduler.start.remote())
+        address = _answer(scheduler.start.remote(), "the scheduler", _START_TIMEOUT_S)
         self._write_access(address)
         settings = ProxySettings(
             job_id=job_id,
@@ -261,7 +263,7 @@ class _Job:
         deadline = None
         while True:
             try:
-                snapshot.update(ray.get(scheduler.wait_done.remote(1.0)))
+                snapshot.update(_answer(scheduler.wait_done.remote(1.0), "the scheduler", _ANSWER_TIMEOUT_S))
                 steps = [line for line in read_metrics(self._plan.folder) if line["kind"] == "step"]
                 progress.show(snapshot, self._sampled_tokens(), steps[-1] if steps else None)
                 if snapshot["done"]:
@@ -314,14 +316,27 @@ class _Job:
                 ray.cancel(self._training, force=True)
 
 
+def _answer(reference: Any, who: str, timeout_s: float) -> Any:
+    """What an actor answers. Raises ``JobError`` if it does not in time, and what it raised."""
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        raise JobError(
+            f"{who} gave no answer within {timeout_s:g} s.", "See its log in Ray's session folder."
+        ) from None
+
+
 def _recover(shard: Any, index: int, num_shards: int, resume: ResumeState) -> ResumeState:
     """Bring a shard's store to the commit record: what is ready there and here stays, the rest is dispatched anew."""
-    recovered = {result.group_id for result in ray.get(shard.recover.remote(resume.step))}
+    name = f"shard {index}"
+    results = _answer(shard.recover.remote(resume.step), name, _START_TIMEOUT_S)
+    recovered = {result.group_id for result in results}
     mine = {
         group.spec.group_id for group in resume.ready if shard_of(RunId(group.spec.run_ids[0]), num_shards) == index
     }
     for group_id in recovered - mine:
-        ray.get(shard.drop_group.remote(group_id, "not in the checkpoint from which the job was resumed"))
+        reason = "not in the checkpoint from which the job was resumed"
+        _answer(shard.drop_group.remote(group_id, reason), name, _ANSWER_TIMEOUT_S)
     lost = mine - recovered
     return replace(resume, ready=tuple(group for group in resume.ready if group.spec.group_id not in lost))
 

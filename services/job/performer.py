@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from services.common.errors import EngineError, TidegateError
+from services.common.errors import EngineError, MachineError, TidegateError
 from services.common.ids import CellId, JobId, RunId, make_cell_id, shard_of
 from services.common.metrics import metric
 from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, route_prefix, runner_actor, shard_actor
@@ -67,6 +67,8 @@ _POLL_TIMEOUT_S = 60.0
 _RESTART_PAUSE_S = 2.0
 _RESTART_TIMEOUT_S = 120.0
 _START_MARGIN_S = 60.0  # what a cell needs besides its engine: a process, imports, its first answer
+_SHARD_TIMEOUT_S = 600.0
+_RUN_MARGIN_S = 120.0  # what an attempt takes besides its harness and its verifier
 _PUBLISH_MARGIN_S = 30.0  # so that a cell's own deadline comes first
 
 
@@ -123,7 +125,7 @@ class ClusterPerformer:
                 await self._score(group_id, emit)
             case DropGroup(group_id, reason):
                 self._specs.pop(group_id, None)
-                await self._shard(group_id).drop_group.remote(group_id, reason)
+                await _of_shard(self._shard(group_id).drop_group.remote(group_id, reason))
             case SwitchCell():
                 await self._switch(action, emit)
             case TrainStep():
@@ -153,14 +155,14 @@ class ClusterPerformer:
 
     async def _open_group(self, action: OpenGroup) -> None:
         self._specs[action.spec.group_id] = action.spec
-        await self._shard(action.spec.group_id).open_group.remote(action.spec)
+        await _of_shard(self._shard(action.spec.group_id).open_group.remote(action.spec))
 
     async def _run(self, action: StartRun, emit: Emit) -> None:
         attempt = (action.run_id, action.attempt)
         shard = self._shard(action.group_id)
         self._on_their_way.add(attempt)
         try:
-            key = await shard.open_attempt.remote(*attempt)
+            key = await _of_shard(shard.open_attempt.remote(*attempt))
         finally:
             self._on_their_way.discard(attempt)
         emit(RunStarted(*attempt))
@@ -169,8 +171,8 @@ class ClusterPerformer:
             result, lost_runner = _lost(action, Outcome.CANCELLED, "aborted before its harness was started", 0.0), None
         else:
             result, lost_runner = await self._run_on_a_runner(action, key)
-        await shard.close_attempt.remote(*attempt)
-        outcome: Outcome = await shard.finish_run.remote(result)
+        await _of_shard(shard.close_attempt.remote(*attempt))
+        outcome: Outcome = await _of_shard(shard.finish_run.remote(result))
         if lost_runner is not None:
             await _comes_back(lost_runner)  # its slot is not free before; further attempts would meet the same end
         emit(RunEnded(*attempt, outcome, result.reward, result.detail))
@@ -191,15 +193,21 @@ class ClusterPerformer:
         self._num_runs += 1
         runner = self._runners[self._num_runs % len(self._runners)]
         started = time.monotonic()
+        timeout_s = spec.task.agent_timeout_s + 2 * spec.task.verifier_timeout_s + _RUN_MARGIN_S
+        lost_runner = None
         try:
-            return await runner.run.remote(spec), None
+            async with asyncio.timeout(timeout_s):
+                return await runner.run.remote(spec), None
         except RayError as error:
             reason = f"the runner died: {one_line(error)}"
-            result = _lost(action, Outcome.RUNNER_LOSS, reason, time.monotonic() - started)
-            return result, runner if isinstance(error, RayActorError) else None
+            lost_runner = runner if isinstance(error, RayActorError) else None
+        except TimeoutError:
+            reason = f"the runner gave no answer within {timeout_s:g} s"
+            runner.cancel.remote([(action.run_id, action.attempt)])
+        return _lost(action, Outcome.RUNNER_LOSS, reason, time.monotonic() - started), lost_runner
 
     async def _score(self, group_id: str, emit: Emit) -> None:
-        result: GroupResult = await self._shard(group_id).finish_group.remote(group_id)
+        result: GroupResult = await _of_shard(self._shard(group_id).finish_group.remote(group_id))
         is_eval = self._specs[group_id].is_eval
         if is_eval or not result.ready:
             del self._specs[group_id]
@@ -290,7 +298,7 @@ class ClusterPerformer:
 
     async def _train(self, action: TrainStep, emit: Emit) -> None:
         refs = await asyncio.gather(
-            *(self._shard(group_id).micro_steps.remote(group_id) for group_id in action.group_ids)
+            *(_of_shard(self._shard(group_id).micro_steps.remote(group_id)) for group_id in action.group_ids)
         )
         command = TrainOnRanks(
             step=action.step,
@@ -304,7 +312,7 @@ class ClusterPerformer:
             emit(TrainingFailed(one_line(error)))
             return
         for shard in self._shards:
-            await shard.mark_trained.remote(list(action.group_ids), action.step)
+            await _of_shard(shard.mark_trained.remote(list(action.group_ids), action.step))
         staleness = [action.step - 1 - self._specs.pop(group_id).version for group_id in action.group_ids]
         self._recorder.step_trained(report, version=action.version, staleness_steps=staleness)
         emit(StepTrained(action.step, report.num_tokens, report.num_targets, report.seconds))
@@ -322,6 +330,18 @@ class ClusterPerformer:
 
 def _actor(name: str) -> Any:
     return ray.get_actor(name, namespace=RAY_NAMESPACE)
+
+
+async def _of_shard(answer: Awaitable[Any]) -> Any:
+    """A shard's answer. Raises ``MachineError`` at the deadline: nothing may wait for a shard that hangs."""
+    try:
+        async with asyncio.timeout(_SHARD_TIMEOUT_S):
+            return await answer
+    except TimeoutError:
+        raise MachineError(
+            f"a trajectory shard gave no answer within {_SHARD_TIMEOUT_S:g} s.",
+            "See its log, and whether the disk of output.dir answers.",
+        ) from None
 
 
 async def _comes_back(actor: Any) -> bool:

@@ -25,7 +25,7 @@ class SchedulerConfig(BaseModel):
     max_lost_groups: int = Field(default=200, ge=1)
     """The job fails when more groups than this were lost (dropped, invalid, equal rewards): something is wrong."""
     run_start_timeout_s: float = Field(default=60, gt=0)
-    """A run that has not started its harness this long after a cell had a slot for it is lost and retried."""
+    """A run whose key is not open this long after a cell had a slot for it is lost and retried."""
     drain_timeout_s: float = Field(default=120, gt=0)
     """A cell that leaves rollout waits this long for its calls; then they are aborted and go on elsewhere."""
     grpc_host: str = "127.0.0.1"

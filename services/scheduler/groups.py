@@ -22,7 +22,7 @@ class RunStatus(StrEnum):
 
     QUEUED = "queued"
     STARTING = "starting"
-    """It has a slot; its harness is not running yet."""
+    """It has a slot; its key is not open yet."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -191,7 +191,7 @@ class GroupBook:
         return queue[0] if queue else None
 
     def started_before(self, at_s: float) -> list[Run]:
-        """Runs that took their slot before ``at_s`` and whose harness does not run yet."""
+        """Runs that took their slot before ``at_s`` and are not under way yet."""
         late = []
         for run in self._starting.values():
             if run.slot_since_s > at_s:

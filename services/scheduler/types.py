@@ -98,7 +98,7 @@ class CellAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """The harness of an attempt is running."""
+    """An attempt is under way: its key is open, and it is on its way to a runner."""
 
     run_id: str
     attempt: int

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from services.common.errors import EngineError
+from services.common.errors import EngineError, MachineError
 from services.common.ids import JobId
 from services.job import performer as performer_module
 from services.job.config import JobConfig, TasksConfig
@@ -41,8 +41,12 @@ class Method:
         self._answers = list(answers)
         self.calls: list[tuple[Any, ...]] = []
 
-    async def remote(self, *arguments: Any) -> Any:
+    def remote(self, *arguments: Any) -> asyncio.Task[Any]:
+        """Runs whether it is awaited or not, as a remote method does."""
         self.calls.append(arguments)
+        return asyncio.create_task(self._answer())
+
+    async def _answer(self) -> Any:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, BaseException):
             raise answer
@@ -122,6 +126,23 @@ async def test_a_run_of_a_dead_runner_is_lost_and_its_slot_is_free_when_the_runn
     assert "the runner died" in result.detail
     assert isinstance(world.events[-1], RunEnded)
     assert world.events[-1].outcome is Outcome.RUNNER_LOSS
+
+
+async def test_a_runner_that_hangs_loses_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(performer_module, "_RUN_MARGIN_S", -30 + 0.01)
+    world.runner.run = Method(for_ever)
+    world.shard.finish_run = Method(Outcome.RUNNER_LOSS)
+    await world.performer().perform(START, world.events.append)
+    assert isinstance(world.events[-1], RunEnded)
+    assert "gave no answer" in world.events[-1].detail
+    assert world.runner.cancel.calls == [([("g000000-r0", 0)],)]
+
+
+async def test_a_shard_that_hangs_is_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(performer_module, "_SHARD_TIMEOUT_S", 0.01)
+    world.shard.open_group = Method(for_ever)
+    with pytest.raises(MachineError, match="gave no answer"):
+        await world.performer().perform(OpenGroup(SPEC, 0), world.events.append)
 
 
 async def test_an_attempt_that_is_aborted_on_its_way_starts_no_harness(world: World) -> None:
