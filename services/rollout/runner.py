@@ -9,7 +9,6 @@ run_dir/verifier-N/      stdout, stderr and logs/ of each evaluation
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 from dataclasses import replace
@@ -29,7 +28,8 @@ from services.rollout.sandbox_command import (
     proxy_address,
 )
 from services.rollout.types import RunResult, RunSpec
-from services.rollout.verifier import Verdict, copy_tree, verify
+from services.rollout.verifier import Verdict, verify
+from services.rollout.workspaces import copy_tree, remove_tree
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 
 CONFIG = "/config"
@@ -64,7 +64,7 @@ def run_attempt(
     is_unscored = OUTCOME_TABLE[result.outcome].scored and result.reward is None
     if keep_workspace or is_unscored:
         return result
-    shutil.rmtree(result.workspace, ignore_errors=True)
+    remove_tree(Path(result.workspace))
     return replace(result, workspace="")
 
 
@@ -73,7 +73,7 @@ def _execute(spec: RunSpec, harness: HarnessConfig, sandbox: SandboxConfig, canc
     run_dir = Path(spec.run_dir)
     try:
         request = _prepare(spec, harness, sandbox)
-    except (OSError, ValueError, shutil.Error) as error:
+    except (OSError, ValueError) as error:
         return _result(spec, start_s, Outcome.SETUP_FAILURE, f"cannot prepare the run: {error}")
     ended = run_sandboxed(request, sandbox.kind, cancel)
     outcome = outcome_of(ended)
@@ -98,7 +98,7 @@ def outcome_of(ended: SandboxExit) -> Outcome:
 def _prepare(spec: RunSpec, harness: HarnessConfig, sandbox: SandboxConfig) -> SandboxRequest:
     """Lay out the run's folder; an attempt that was here before is removed."""
     run_dir = Path(spec.run_dir).absolute()
-    shutil.rmtree(run_dir, ignore_errors=True)
+    remove_tree(run_dir)
     workspace, logs, scratch = run_dir / "workspace", run_dir / "logs", run_dir / "scratch"
     for folder in (logs / "agent", scratch):
         folder.mkdir(parents=True)
@@ -147,7 +147,7 @@ def _salvage(run_dir: Path, outcome: Outcome, ended: SandboxExit) -> None:
     logs = run_dir / "logs"
     (logs / "harness.stdout").write_bytes(ended.stdout)
     (logs / "harness.stderr").write_bytes(ended.stderr)
-    shutil.rmtree(run_dir / "scratch", ignore_errors=True)
+    remove_tree(run_dir / "scratch")
     record = {
         "outcome": outcome.value,
         "reason": ended.reason.value,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import stat
 import threading
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from services.rollout.config import SandboxConfig
 from services.rollout.sandbox import run_sandboxed
 from services.rollout.sandbox_command import WORKSPACE, ExitReason, Limits, Mount, SandboxRequest
 from services.rollout.types import Task
+from services.rollout.workspaces import copy_tree, remove_tree
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 
 TESTS = "/tests"
@@ -58,7 +58,7 @@ def _evaluate(
 ) -> Verdict:
     app, logs, scratch = folder / "app", folder / "logs", folder / "scratch"
     try:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
         for part in (logs, scratch):
             part.mkdir(parents=True)
         copy_tree(workspace, app)
@@ -69,7 +69,7 @@ def _evaluate(
         return Verdict(None, Outcome.VERIFIER_FAILURE, f"verifier: {error}", 0.0)
     finally:
         for part in (app, scratch):
-            shutil.rmtree(part, ignore_errors=True)
+            remove_tree(part)
     match result.reason:
         case ExitReason.CANCELLED:
             return Verdict(None, Outcome.CANCELLED, "cancelled during verification", result.wall_s)
@@ -116,7 +116,7 @@ def read_reward(logs: Path) -> tuple[float | None, str]:
             return None, f"{name} cannot be read: {error}"
         try:
             value = float(text) if name == "reward.txt" else float(json.loads(text)["reward"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None, f"{name} holds no number: {text.strip()[:60]!r}"
         if not math.isfinite(value):
             return None, f"{name} holds {value}"
@@ -134,16 +134,3 @@ def _read_untrusted(path: Path) -> str:
     if len(data) > _MAX_REWARD_FILE_BYTES:
         raise OSError(f"larger than {_MAX_REWARD_FILE_BYTES} bytes")
     return data.decode()
-
-
-def copy_tree(source: Path, target: Path) -> None:
-    """Copy files, folders, links (as links) and modes. Sockets, pipes and devices are left out."""
-    shutil.copytree(source, target, symlinks=True, ignore=_special_files)
-
-
-def _special_files(folder: str, names: list[str]) -> list[str]:
-    def is_special(name: str) -> bool:
-        mode = os.lstat(Path(folder, name)).st_mode
-        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
-
-    return [name for name in names if is_special(name)]

@@ -1,4 +1,4 @@
-"""What counts as a reward, and what is copied for the verifier."""
+"""What counts as a reward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.verifier import copy_tree, read_reward
+from services.rollout.verifier import read_reward
 
 
 @pytest.mark.parametrize(("text", "reward"), [("1", 1.0), (" 0.25\n", 0.25), ("0", 0.0), ("-1.5", -1.5)])
@@ -31,7 +31,7 @@ def test_anything_else_is_no_reward(tmp_path: Path, text: str) -> None:
     assert "reward.txt" in reason
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"score": 1}', '{"reward": null}', '{"reward": NaN}'])
+@pytest.mark.parametrize("text", ["", "[1]", '{"score": 1}', '{"reward": null}', '{"reward": NaN}', "[" * 4000])
 def test_anything_else_in_json_is_no_reward(tmp_path: Path, text: str) -> None:
     (tmp_path / "reward.json").write_text(text)
     assert read_reward(tmp_path)[0] is None
@@ -48,18 +48,3 @@ def test_a_link_or_a_pipe_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "reward.txt").unlink()
     os.mkfifo(tmp_path / "reward.txt")
     assert read_reward(tmp_path) == (None, "reward.txt cannot be read: not a regular file")
-
-
-def test_copies_keep_links_and_modes_and_leave_pipes_out(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    (source / "sub").mkdir(parents=True)
-    (source / "sub" / "run.sh").write_text("true")
-    (source / "sub" / "run.sh").chmod(0o755)
-    (source / "link").symlink_to("/etc/shadow")
-    (source / "dangling").symlink_to("nowhere")
-    os.mkfifo(source / "pipe")
-    copy_tree(source, tmp_path / "copy")
-    copy = tmp_path / "copy"
-    assert (copy / "sub" / "run.sh").stat().st_mode & 0o777 == 0o755
-    assert (copy / "link").readlink() == Path("/etc/shadow")
-    assert sorted(path.name for path in copy.iterdir()) == ["dangling", "link", "sub"]
