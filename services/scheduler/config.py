@@ -31,7 +31,7 @@ class SchedulerConfig(BaseModel):
     grpc_host: str = "127.0.0.1"
     """Address of the gRPC server."""
     grpc_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the gRPC server; 0 takes a free one (it is printed and written to the job's folder)."""
+    """Port of the gRPC server; 0 takes a free one (written to the job's folder, ``grpc-address``)."""
     grpc_token: str = ""
     """Token that every gRPC call must carry; empty: a random one, written to the job's folder (mode 0600)."""
     on_equal_rewards: Literal["drop", "keep"] = "drop"
