@@ -19,8 +19,6 @@ class Commit:
     checkpoint: str
     """Name of the trainer's checkpoint folder."""
     resume: ResumeState
-    best_eval_reward: float | None = None
-    """Mean held-out reward of the best checkpoint so far."""
 
 
 _ADAPTER = pydantic.TypeAdapter(Commit)

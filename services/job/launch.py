@@ -236,7 +236,6 @@ class _Job:
             heldout_tasks=plan.heldout_tasks,
             num_runners=num_runners,
             ready=self._resume.ready if self._resume else (),
-            best_eval_reward=plan.commit.best_eval_reward if plan.commit else None,
         )
         return self._actor(
             JobScheduler,

@@ -86,8 +86,6 @@ class Surroundings:
     num_runners: int
     ready: tuple[ReadyGroup, ...] = ()
     """Groups that a resumed job starts with."""
-    best_eval_reward: float | None = None
-    """The best held-out reward that a resumed job had before."""
 
 
 class ClusterPerformer:
@@ -106,7 +104,6 @@ class ClusterPerformer:
         self._mailbox = self._find_actor(mailbox_actor(job_id, make_cell_id(0)))
         self._clients: dict[str, CellClient] = {}
         self._specs: dict[str, GroupSpec] = {group.spec.group_id: group.spec for group in surroundings.ready}
-        self._best_eval_reward = surroundings.best_eval_reward
         self._manifest: WeightManifest | None = None
         self._recorder = Recorder(self._folder, job_id, self._config.output.wandb_project, public_config(self._config))
         self._num_runs = 0
@@ -318,13 +315,9 @@ class ClusterPerformer:
         emit(StepTrained(action.step, report.num_tokens, report.num_targets, report.seconds))
 
     async def _save(self, action: SaveCheckpoint, emit: Emit) -> None:
-        reward, best = action.eval_reward, self._best_eval_reward
-        is_best = reward is not None and (best is None or reward > best)
-        command = SaveOnRanks(step=action.step, version=action.resume.version, is_best=is_best)
+        command = SaveOnRanks(step=action.step, version=action.resume.version, is_best=action.is_best)
         checkpoint = await self._mailbox.submit.remote(command)
-        if is_best:
-            self._best_eval_reward = reward
-        write_commit(self._folder, Commit(Path(checkpoint).name, action.resume, self._best_eval_reward))
+        write_commit(self._folder, Commit(Path(checkpoint).name, action.resume))
         emit(CheckpointSaved(action.step))
 
 

@@ -171,11 +171,6 @@ class CellTable:
             del cell.runs[run_id]
             self.changed()
 
-    def cell_of(self, run_id: str) -> str:
-        """Empty while the run has no cell."""
-        cell = self._cell_of_run.get(run_id)
-        return cell.cell_id if cell is not None else ""
-
     def move_runs_off(self, cell: Cell) -> None:
         """Route the runs of a cell to others, which may overfill them."""
         for run_id in cell.runs:

@@ -78,6 +78,7 @@ class JobState:
         self.evaluation: Evaluation | None = None
         self.last_eval_step = start.last_eval_step
         self.last_eval_reward: float | None = None
+        self.best_eval_reward = start.best_eval_reward
         self.reward_mean_by_step = list(start.reward_mean_by_step)
         self.train_tokens = start.train_tokens
 
@@ -178,6 +179,7 @@ class JobState:
             evaluation=Counters(evaluation.dispatched, evaluation.dispatched, evaluation.dispatched),
             num_lost_groups=self.book.num_lost,
             last_eval_step=self.last_eval_step,
+            best_eval_reward=self.best_eval_reward,
             reward_mean_by_step=tuple(self.reward_mean_by_step),
             train_tokens=self.train_tokens,
         )
@@ -224,7 +226,10 @@ class JobState:
 
     def save_checkpoint(self, reason: str, *, is_final: bool) -> None:
         reward = self.last_eval_reward if self.last_eval_step == self.step else None
-        self.checkpoint = SaveCheckpoint(self.step, is_final, reward, self.resume_state())
+        is_best = reward is not None and (self.best_eval_reward is None or reward > self.best_eval_reward)
+        if is_best:
+            self.best_eval_reward = reward
+        self.checkpoint = SaveCheckpoint(self.step, is_final, reward, is_best, self.resume_state())
         self.decide(self.checkpoint, f"{reason}: step {self.step}, last saved {self.saved_step}")
 
     def lose(self, group: Group, reason: str) -> None:

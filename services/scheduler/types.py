@@ -273,13 +273,15 @@ class PublishWeights:
 class SaveCheckpoint:
     """Save weights, optimizer and ``resume`` as one commit. Answered by ``CheckpointSaved``.
 
-    The job's last step may have been saved before; then only ``is_final`` and ``eval_reward`` are new.
+    The job's last step may have been saved before; then the rest is new.
     """
 
     step: int
     is_final: bool
     eval_reward: float | None
     """Mean held-out reward of exactly these weights, where it is known."""
+    is_best: bool
+    """No weights saved before had a higher one."""
     resume: ResumeState
 
 
@@ -405,6 +407,8 @@ class ResumeState:
     num_lost_groups: int = 0
     last_eval_step: int = -1
     """Step of the last held-out pass, -1 before the first."""
+    best_eval_reward: float | None = None
+    """Mean held-out reward of the best weights that were saved."""
     reward_mean_by_step: tuple[float | None, ...] = ()
     train_tokens: int = 0
 

@@ -16,7 +16,7 @@ READY = ReadyGroup(
     2,
     GroupResult("g000007", True, "", 2, 2, 10, 40, 0.5, (0.0, 1.0), 3),
 )
-COMMIT = Commit("step-000004", ResumeState(4, 4, ready=(READY,), training=Counters(8, 8, 8)), 0.25)
+COMMIT = Commit("step-000004", ResumeState(4, 4, ready=(READY,), training=Counters(8, 8, 8), best_eval_reward=0.25))
 
 
 def test_a_commit_comes_back_as_it_was_written(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from services.scheduler.types import (
     PublicationEnded,
     PublishWeights,
     RecordEvaluation,
+    ResumeState,
     RunEnded,
     RunStarted,
     SaveCheckpoint,
@@ -506,8 +507,19 @@ def test_a_publication_waits_for_the_held_out_pass_of_the_version_before() -> No
 def test_the_final_checkpoint_knows_the_final_held_out_reward() -> None:
     world = opened(eval_task_names=("e0",), eval_at_end=True)
     assert world.play(random.Random(0)).status is JobStatus.FINISHED
-    assert [(c.step, c.is_final, c.eval_reward) for c in world.checkpoints] == [(3, True, 0.5)]
+    assert [(c.step, c.is_final, c.eval_reward, c.is_best) for c in world.checkpoints] == [(3, True, 0.5, True)]
     assert [record.version for record in world.evaluations] == [3]
+
+
+@pytest.mark.parametrize(("best_before", "is_best"), [(None, True), (0.4, True), (0.5, False), (0.9, False)])
+def test_only_a_higher_held_out_reward_makes_the_best_checkpoint(best_before: float | None, is_best: bool) -> None:
+    job = options(steps=3, eval_task_names=("e0",), eval_at_end=True)
+    world = World(job, (4, 4), resume=ResumeState(best_eval_reward=best_before))
+    world.join_all()
+    world.play(random.Random(0))
+    saved = world.checkpoints[-1]
+    assert saved.is_best is is_best
+    assert saved.resume.best_eval_reward == max(0.5, best_before or 0)
 
 
 # -- checkpoints, resume, the end -------------------------------------------------------------------------------------
