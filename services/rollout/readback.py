@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,20 +145,24 @@ def _record_loaders(model: nn.Module, recording: Recording) -> None:
         for name, parameter in [*layer._parameters.items(), *layer._buffers.items()]:
             inner = getattr(parameter, "weight_loader", None)
             if inner is not None:
+                inner = getattr(inner, "unrecorded", inner)  # an earlier update's; else they would nest
                 parameter.weight_loader = _recorded(inner, layer, name, recording)  # type: ignore[union-attr]
 
 
 def _recorded(inner: Callable[..., Any], layer: nn.Module, name: str, recording: Recording) -> Callable[..., Any]:
     original = inspect.unwrap(inner)
     signature = inspect.signature(original)
+    reference = weakref.ref(recording)  # vLLM keeps the loaders; through them it must not keep all the weights
 
     @functools.wraps(inner)  # keeps the name by which vLLM's reload tells its own wrappers, and lets it unwrap this one
     def recorded(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs)
         template = arguments.arguments.pop("param")
-        recording.note(layer, name, LoaderCall(original, arguments, template))
+        if (live := reference()) is not None:
+            live.note(layer, name, LoaderCall(original, arguments, template))
         return inner(*args, **kwargs)
 
+    recorded.unrecorded = inner  # type: ignore[attr-defined]
     return recorded
 
 
