@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,16 +87,6 @@ def start(tmp_path: Path, *arguments: str, config: Path = TINY) -> Job:
         start_new_session=True,
     )
     return Job(process, output, mark)
-
-
-def until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Wait for a condition; fails loudly at the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(0.05)
-    return value
 
 
 def interrupt(job: Job) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from services.common.models import resolve_model
 from tests.e2e import jobs
+from tests.waiting import wait_until
 
 StartJob = Callable[..., jobs.Job]
 
@@ -22,7 +23,7 @@ def refused(job: jobs.Job, code: int, *expected: str, timeout_s: float = 60) -> 
     assert "Traceback" not in text
     for part in expected:
         assert part in flat, text
-    jobs.until(lambda: not job.descendants(), 20, "all processes of the job gone")
+    wait_until(lambda: not job.descendants(), 20, "all processes of the job gone")
     return text
 
 

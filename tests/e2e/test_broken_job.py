@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from tests.e2e import jobs
+from tests.waiting import wait_until
 
 SLOW_HARNESS = "[sh, -c, 'sleep 1; exec python3 /config/agent.py {instruction_file}']"
 
@@ -23,7 +24,7 @@ def kill_one(job: jobs.Job, program: str, argument: str) -> None:
             return False
         return True
 
-    jobs.until(attempt, 120, f"a process to kill: {program} {argument}")
+    wait_until(attempt, 120, f"a process to kill: {program} {argument}")
 
 
 @pytest.mark.cluster
@@ -33,12 +34,12 @@ def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callabl
     slow = (f"rollout.harness.command={SLOW_HARNESS}", "trainer.steps=6", "trainer.checkpoint_every=2")
     slow += ("scheduler.group_size=4", "scheduler.carry_over_steps=1")
     job = start_job(*slow)
-    jobs.until(lambda: job.metrics("weights"), 150, "the first weights published")
+    wait_until(lambda: job.metrics("weights"), 150, "the first weights published")
     kill_one(job, "python3", "agent.py")
     kill_one(job, "bash", "/tests/test.sh")
-    jobs.until(lambda: len(job.metrics("step")) >= 1, 120, "a step")
+    wait_until(lambda: len(job.metrics("step")) >= 1, 120, "a step")
     kill_one(job, "ray::RolloutCell", "ray::RolloutCell")
-    jobs.until(lambda: len(job.metrics("step")) >= 3, 180, "two more steps after a cell's death")
+    wait_until(lambda: len(job.metrics("step")) >= 3, 180, "two more steps after a cell's death")
     listing = job.runs()
     assert "harness_crash" in listing
     assert job.process.poll() is None
@@ -47,7 +48,7 @@ def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callabl
     assert code == 130, text
     done = job.summary()["steps_completed"]
     assert 3 <= done < 6
-    jobs.until(lambda: not job.descendants(), 20, "all processes of the job gone")
+    wait_until(lambda: not job.descendants(), 20, "all processes of the job gone")
 
     resumed = start_job(*slow, "--resume")
     code, text = resumed.wait(240)
@@ -57,4 +58,4 @@ def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callabl
     assert summary["steps_completed"] == 6
     assert summary["policy_version"] == 6
     assert summary["job_id"] == job.summary()["job_id"]
-    jobs.until(lambda: not resumed.descendants(), 20, "all processes of the job gone")
+    wait_until(lambda: not resumed.descendants(), 20, "all processes of the job gone")

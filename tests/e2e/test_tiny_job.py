@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.e2e import jobs
+from tests.waiting import wait_until
 
 MARGIN = 0.3
 """By how much the mean reward of the last two steps must be above that of the first two."""
@@ -35,4 +36,4 @@ def test_a_tiny_model_learns_through_the_whole_chain(start_job: Callable[..., jo
     assert (job.folder / "reward.png").exists()
     assert list((job.folder / "tensorboard").iterdir())
     assert "finished" in job.runs()
-    jobs.until(lambda: not job.descendants(), 20, "all processes of the job gone")
+    wait_until(lambda: not job.descendants(), 20, "all processes of the job gone")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,15 +63,6 @@ async def ask(
         elif chunk.token_ids:
             answer.spans.append(VersionSpan(chunk.version, len(chunk.token_ids)))
     return answer
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Let the loop run until a condition holds."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.002)
 
 
 def tiny_config(**engine: Any) -> RolloutConfig:

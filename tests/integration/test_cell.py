@@ -14,8 +14,9 @@ from services.common.errors import AccessError, ConfigError, ContextLengthError
 from services.common.types import CellRole, CellState
 from services.rollout.client import CellClient
 from services.rollout.types import Sampling
-from tests.integration.calls import PROMPT, TOKEN, Answer, Pair, ask, until
+from tests.integration.calls import PROMPT, TOKEN, Answer, Pair, ask
 from tests.integration.publisher import logprobs, with_a_wrong_checksum
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 

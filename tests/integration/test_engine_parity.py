@@ -21,8 +21,9 @@ from services.rollout.config import EngineConfig
 from services.rollout.engine import Engine
 from services.rollout.types import Sampling
 from tests.integration import stale_head
-from tests.integration.calls import PROMPT, Answer, Pair, ask, paired, tiny_config, until
+from tests.integration.calls import PROMPT, Answer, Pair, ask, paired, tiny_config
 from tests.integration.publisher import logprobs
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
 

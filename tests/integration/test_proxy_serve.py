@@ -7,8 +7,7 @@ import json
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from services.rollout.types import GenerateRequest
 from services.scheduler.servicer import serve_scheduler
 from services.trajectory.types import CallRecord, CallTicket
 from tests.unit.proxy.fakes import KEY, RUN, FakeCell, FakeShard, word
+from tests.waiting import wait_until
 
 JOB = JobId("serve-test")
 WHOLE = "".join(word(index) for index in range(5))
@@ -114,17 +114,10 @@ def url(actors: dict[str, Any]) -> Iterator[str]:
     settings = ProxySettings(JOB, ProxyConfig(call_timeout_s=4), "model-x", 1, address, "t")
     serve.run(proxy_application(settings), name=serve_application(JOB), route_prefix=route_prefix(JOB))
     base = f"http://127.0.0.1:{port}{route_prefix(JOB)}"
-    until(lambda: httpx.get(f"{base}/healthz").json().get("epoch") == 1)
+    wait_until(lambda: httpx.get(f"{base}/healthz").json().get("epoch") == 1)
     yield base
     asyncio.run_coroutine_threadsafe(server.stop(grace=None), loop).result(DEADLINE_S)
     loop.call_soon_threadsafe(loop.stop)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def client(url: str, key: str = KEY) -> openai.OpenAI:
@@ -169,8 +162,8 @@ def test_harness_that_disconnects_aborts_its_call(url: str, actors: dict[str, An
     tell(actors["cell-0"], hangs_after=2)
     num_before = len(ray.get(actors["shard"].seen.remote())[1])
     stream(url, [], stop_after=1)
-    until(lambda: len(ray.get(actors["shard"].seen.remote())[1]) == num_before + 1)
-    until(lambda: len(ray.get(actors["cell-0"].seen.remote())) >= 1)
+    wait_until(lambda: len(ray.get(actors["shard"].seen.remote())[1]) == num_before + 1)
+    wait_until(lambda: len(ray.get(actors["cell-0"].seen.remote())) >= 1)
 
 
 def test_lost_stream_is_cut_and_never_ended_politely(url: str, actors: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from services.rollout.tasks import load_task, load_task_set
 from services.rollout.types import RunResult, RunSpec, Task
 from services.rollout.verifier import verify
 from services.trajectory.outcome import Outcome
-from tests.integration.calls import until
+from tests.waiting import until, wait_until
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPT_HARNESS = HarnessConfig(
@@ -228,13 +228,11 @@ def test_a_missing_config_folder_or_a_wrong_url_is_a_setup_failure(
 
 
 def cancelled_when(condition: Callable[[], bool]) -> threading.Event:
-    """An event that is set as soon as a condition holds (within 20 s)."""
+    """An event that is set as soon as a condition holds."""
     cancel = threading.Event()
 
     def watch() -> None:
-        give_up_s = time.monotonic() + 20
-        while not condition() and time.monotonic() < give_up_s:
-            time.sleep(0.01)
+        wait_until(condition, 20)
         cancel.set()
 
     threading.Thread(target=watch, daemon=True).start()
@@ -289,8 +287,7 @@ def test_a_killed_verifier_is_evaluated_once_more_on_the_kept_workspace(attempt:
     second = "[ -f answer.txt ] && [ ! -f spoiled ] && echo 0.5 > /logs/verifier/reward.txt"
 
     def replace_and_kill() -> None:
-        while not (tmp_path / "run/verifier-1/logs/begun").exists():
-            time.sleep(0.01)
+        wait_until((tmp_path / "run/verifier-1/logs/begun").exists)
         (tmp_path / "task/tests/test.sh").write_text(second)
         workspace = str(tmp_path / "run/verifier-1/app")
         for process in Path("/proc").glob("[0-9]*"):

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from services.trainer.mailbox import Mailbox
 from services.trainer.rank import TrainingRank, TrainingSpec
 from services.trainer.types import StepReport, WeightManifest
 from tests.unit.trainer.forests import make_micro_step
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -101,15 +102,6 @@ def training_ranks() -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise TimeoutError("condition did not become true")
 
 
 def pull(manifest: WeightManifest) -> dict[str, np.ndarray[Any, Any]]:
@@ -193,7 +185,7 @@ def test_killed_rank_is_restarted_and_the_step_is_completed(cluster: None, model
     command = train_step(4)
     micro_steps = (*command.micro_steps[:2], held_back.remote(command.micro_steps[2], str(gate)))
     answer = cell.mailbox.submit.remote(TrainStep(4, -1, 0.9, micro_steps))
-    wait_for(lambda: ray.get(cell.mailbox.status.remote()).num_taken == 1)
+    wait_until(lambda: ray.get(cell.mailbox.status.remote()).num_taken == 1)
     (rank,) = training_ranks()
     rank.kill()
     gate.touch()

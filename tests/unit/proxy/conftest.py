@@ -15,6 +15,7 @@ from services.common.ids import JobId
 from services.proxy.app import create_app
 from services.proxy.config import ProxyConfig
 from tests.unit.proxy.fakes import KEY, FakeBackends
+from tests.waiting import until
 
 JOB = JobId("job-1")
 DEADLINE_S = 20.0
@@ -65,10 +66,3 @@ async def _serve(backends: FakeBackends, keep_alive_s: float = 15.0, **config: A
 def serve() -> Serve:
     """``async with serve(backends) as server``."""
     return _serve
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, with a deadline."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - conditions look at plain state
-            await asyncio.sleep(0.005)

@@ -10,8 +10,9 @@ import pytest
 
 from services.common.errors import JobError, TemplateError
 from services.common.types import CellState, VersionSpan
-from tests.unit.proxy.conftest import Serve, Server, chat, until
+from tests.unit.proxy.conftest import Serve, Server, chat
 from tests.unit.proxy.fakes import KEY, PROMPT, RUN, FakeBackends, FakeCell, FakeShard, word
+from tests.waiting import until
 
 WHOLE = "".join(word(index) for index in range(5))
 HI = [{"role": "user", "content": "hi"}]

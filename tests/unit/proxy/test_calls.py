@@ -10,8 +10,8 @@ from services.common.types import CellState, VersionSpan
 from services.proxy.calls import Answer, CallFailedError, CallServer, Piece
 from services.proxy.types import CanonicalRequest, Message
 from services.rollout.types import GenerateChunk
-from tests.unit.proxy.conftest import until
 from tests.unit.proxy.fakes import KEY, RUN, FakeBackends, FakeCell, FakeShard, word
+from tests.waiting import until
 
 REQUEST = CanonicalRequest("openai_chat", "m", (Message("user", "hi"),))
 
