@@ -230,9 +230,12 @@ class ClusterPerformer:
                     async with asyncio.timeout(_POLL_TIMEOUT_S):
                         await actor.status.remote()
             except (RayError, TidegateError, TimeoutError) as error:
-                emit(CellLost(cell_id, one_line(error)))
-                if not joined or (isinstance(error, RayActorError) and not await _comes_back(actor)):
-                    return  # what never came up, or is beyond its restarts, stays lost
+                emit(CellLost(cell_id, one_line(error), may_return=joined))
+                if not joined:
+                    return  # what never came up stays lost
+                if isinstance(error, RayActorError) and not await _comes_back(actor):
+                    emit(CellLost(cell_id, f"{one_line(error)} (it is beyond its restarts)"))
+                    return
                 await asyncio.sleep(_RESTART_PAUSE_S)
 
     async def _start_cell(self, actor: Any) -> tuple[str, CellStatus]:

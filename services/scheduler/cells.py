@@ -38,6 +38,8 @@ class Cell:
     version: int = -1
     reason: str = "no weights yet"
     runs: dict[str, None] = field(default_factory=dict)
+    may_return: bool = False
+    """While it is down: whether it is being restarted."""
     num_update_attempts: int = 0
     """Weight updates since it last served."""
     num_switch_failures: int = 0
@@ -135,12 +137,12 @@ class CellTable:
             cell.move_to(role)
             if is_core:
                 cell.is_core, cell.index = True, -1
-            cell.slots, cell.version, cell.num_update_attempts = slots, -1, 0
+            cell.slots, cell.version, cell.num_update_attempts, cell.may_return = slots, -1, 0, False
             cell.mark_stale("joined again, no weights yet")
         self.changed()
         return cell
 
-    def lose(self, cell_id: str, reason: str) -> None:
+    def lose(self, cell_id: str, reason: str, *, may_return: bool) -> None:
         """A cell is gone; its runs go to others. Also for a cell that never came up."""
         if cell_id not in self._cells:
             self.join(cell_id, slots=0, is_core=False, role=CellRole.ROLLOUT)
@@ -148,6 +150,7 @@ class CellTable:
         if cell.in_transition:
             cell.num_late_answers += 1
         cell.move_to(CellRole.DOWN)
+        cell.may_return = may_return
         cell.mark_stale(reason)
         self.move_runs_off(cell)
 

@@ -202,6 +202,8 @@ def _finish_when_done(state: JobState) -> bool:
 
 def _give_up_when_stuck(state: JobState) -> bool:
     """Nothing may wait for what cannot come."""
+    if any(cell.may_return for cell in state.cells):
+        return False
     all_known = len(state.cells) >= state.options.num_cells
     if all_known and not state.cells.live:
         state.begin_ending(JobStatus.FAILED, f"no cell is alive: {state.cells.describe()}")

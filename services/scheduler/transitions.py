@@ -93,7 +93,9 @@ def _on_cell_stale(state: JobState, event: CellStale) -> None:
 def _on_cell_lost(state: JobState, event: CellLost) -> None:
     known = next((cell for cell in state.cells if cell.cell_id == event.cell_id), None)
     if known is None or known.is_live:
-        state.cells.lose(event.cell_id, event.reason)
+        state.cells.lose(event.cell_id, event.reason, may_return=event.may_return)
+    else:
+        known.may_return = event.may_return
 
 
 def _on_cell_drained(state: JobState, event: CellDrained) -> None:

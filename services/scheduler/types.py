@@ -78,6 +78,8 @@ class CellLost:
 
     cell_id: str
     reason: str
+    may_return: bool = False
+    """It is being restarted: a job that has no other cell waits for it. Sent again, False, when nothing came of it."""
 
 
 @dataclass(frozen=True, slots=True)

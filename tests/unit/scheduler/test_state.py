@@ -433,6 +433,25 @@ def test_a_cell_that_serves_an_old_version_is_stale() -> None:
     assert decided(world, PublishWeights, since) == [PublishWeights(2, ("cell-1",))]
 
 
+def test_a_job_waits_for_cells_that_are_being_restarted() -> None:
+    world = opened((4, 4))
+    for cell_id in ("cell-0", "cell-1"):
+        world.feed(CellLost(cell_id, "killed", may_return=True))
+    assert world.finish is None
+    since = len(world.log)
+    world.join("cell-1")
+    assert decided(world, PublishWeights, since) == [PublishWeights(0, ("cell-1",))]
+
+
+def test_a_job_gives_up_when_no_restart_brings_a_cell_back() -> None:
+    world = opened((4, 4))
+    for may_return in (True, False):
+        for cell_id in ("cell-0", "cell-1"):
+            world.feed(CellLost(cell_id, "killed", may_return=may_return))
+    assert world.finish is not None
+    assert world.finish.status is JobStatus.FAILED
+
+
 def test_without_a_live_cell_the_job_fails() -> None:
     world = opened((4, 4))
     world.lose("cell-1")
