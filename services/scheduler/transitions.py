@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def _on_cell_joined(state: JobState, event: CellJoined) -> None:
     known = next((cell for cell in state.cells if cell.cell_id == event.cell_id), None)
     if known is not None and known.is_live:
-        state.cells.lose(event.cell_id, "joined again without a word of its loss")
+        state.cells.lose(event.cell_id, "joined again without a word of its loss", may_return=True)
     in_burst = state.training_step is not None or state.burst_done > 0
     comes_back_to_training = event.is_core and known is not None and in_burst
     role = CellRole.TRAIN if comes_back_to_training else CellRole.ROLLOUT
