@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from services.common.config import sections_of
 from services.job.config import JobConfig
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -39,13 +40,6 @@ def field_docs(model: type[BaseModel]) -> dict[str, str]:
     return docs
 
 
-def choices(annotation: object) -> list[type[BaseModel]]:
-    """The models that a field may hold: one for a section, several for a choice."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in typing.get_args(annotation) for model in choices(argument)]
-
-
 def default_text(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
@@ -66,7 +60,7 @@ def section(model: type[BaseModel], prefix: str) -> list[str]:
     """A model's own keys as a table, then its sections."""
     docs, rows, below = field_docs(model), [], []
     for name, field in model.model_fields.items():
-        inner = choices(field.annotation)
+        inner = sections_of(field.annotation)
         if len(inner) == 1:
             below += section(inner[0], f"{prefix}{name}.")
         elif inner:

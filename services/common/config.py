@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -24,7 +24,7 @@ def load_config(model: type[ModelT], path: Path, overrides: Sequence[str] = ()) 
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}.", "See examples/configs for some.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}.", "Mind indentation and colons.") from None
     if data is None:
         data = {}
@@ -45,7 +45,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     target = data
     for parent in parents:
-        child = target.setdefault(parent, {})
+        child = {} if target.get(parent) is None else target[parent]  # a section may stand there empty
+        target[parent] = child
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {parent!r} holds a value, not a section.", "Check the key.")
         target = child
@@ -74,6 +75,13 @@ def _nearest(name: str, model: type[BaseModel]) -> str:
 def _field_names(model: type[BaseModel]) -> set[str]:
     names = set(model.model_fields)
     for field in model.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            names |= _field_names(field.annotation)
+        for section in sections_of(field.annotation):
+            names |= _field_names(section)
     return names
+
+
+def sections_of(annotation: object) -> list[type[BaseModel]]:
+    """The models that a field may hold: one for a section, several for a choice, none for a value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in sections_of(argument)]

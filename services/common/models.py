@@ -25,6 +25,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from services.common.errors import ConfigError, MachineError
 
@@ -130,7 +131,23 @@ def _has_chat_template(path: Path) -> bool:
     if (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file():
         return True
     config = path / "tokenizer_config.json"
-    return config.is_file() and bool(json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
+    try:
+        return config.is_file() and bool(json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
+    except ValueError as error:
+        raise ConfigError(f"{config} is not JSON ({error}).", "Copy the model's folder again.") from None
+
+
+def load_architecture(path: Path) -> Any:
+    """The model's configuration as ``transformers`` has it. Raises ``ConfigError`` if it does not know such models."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{path / 'config.json'} cannot be understood ({reason}).", "Is it a model that transformers knows?"
+        ) from None
 
 
 def _build_once(target: Path, build: Callable[[Path], None]) -> Path:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
-from transformers import AutoConfig
 
 from services.common.errors import ConfigError
 from services.common.ids import JobId, make_job_id
-from services.common.models import check_model, resolve_model
+from services.common.models import check_model, load_architecture, resolve_model
 from services.job.cluster import check_port
 from services.job.commit import Commit, read_commit
 from services.job.config import JobConfig
@@ -87,7 +86,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
     check_model(model_path)
-    check_architecture(AutoConfig.from_pretrained(model_path))
+    check_architecture(load_architecture(model_path))
 
     output = Path(config.output.dir).resolve()
     commit = None

@@ -74,3 +74,18 @@ def test_a_public_grpc_server_with_a_default_token_is_refused(tmp_path: Path, ke
         load_job_config(path, [f"{key}=0.0.0.0", "scheduler.grpc_token=changeme"])
     load_job_config(path, [f"{key}=0.0.0.0", "scheduler.grpc_token=b7e0c1f2a9"])
     load_job_config(path, [f"{key}=0.0.0.0"])
+
+
+def test_an_empty_section_takes_overrides(tmp_path: Path) -> None:
+    assert load_config(JobConfig, write(tmp_path, MINIMAL + "trainer:\n"), ["trainer.steps=7"]).trainer.steps == 7
+
+
+def test_an_unknown_key_of_a_choice_names_its_neighbour(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'rank'"):
+        load_config(JobConfig, write(tmp_path, MINIMAL), ["trainer.tune={kind: lora, rnk: 4}"])
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"name: \xff\xfe")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load_config(JobConfig, tmp_path / "job.yaml")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.models import check_model, resolve_model
+from services.common.models import check_model, load_architecture, resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +105,10 @@ def test_a_template_inside_the_tokenizer_config_counts(copy: Path) -> None:
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model at"):
         resolve_model("no-such-model", tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "no-such-architecture"}', "{"])
+def test_an_architecture_that_nobody_knows_is_refused(copy: Path, content: str) -> None:
+    (copy / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be understood"):
+        load_architecture(copy)
