@@ -91,7 +91,8 @@ class TorchBackend:
         settings = self._config.optimizer
         learning_rate = settings.learning_rate * min(1.0, step / max(settings.warmup_steps, 1))
         gradients = [p.grad for p in self._trainable.values() if p.grad is not None]
-        torch._foreach_div_(gradients, float(max(num_runs, 1)))
+        if gradients:  # a step whose groups left nothing to train has none
+            torch._foreach_div_(gradients, float(max(num_runs, 1)))
         norm = float(nn.utils.clip_grad_norm_(self._trainable.values(), settings.grad_clip, foreach=True))
         is_finite = norm < float("inf")
         if is_finite and gradients:

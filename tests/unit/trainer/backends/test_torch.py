@@ -210,6 +210,14 @@ def test_gradient_that_is_not_finite_skips_the_step(model_paths: dict[str, str])
     assert not backend.update(3, 2).skipped
 
 
+def test_step_without_a_target_changes_nothing(model_paths: dict[str, str]) -> None:
+    backend = make_backend(model_paths["qwen3"])
+    before = {name: tensor.clone() for name, tensor in backend.merged_weights()}
+    update = backend.update(0, 1)
+    assert (update.grad_norm, update.skipped) == (0.0, False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.merged_weights())
+
+
 def test_gradient_is_clipped_after_the_division_by_runs(model_paths: dict[str, str]) -> None:
     micro_steps = [make_micro_step(14)]
     backend = make_backend(model_paths["qwen3"], optimizer=OptimizerConfig(grad_clip=1e6))
