@@ -74,7 +74,7 @@ class CellsConfig(BaseModel):
     """Largest canary log-probability difference at which updated weights are accepted (float32: 1e-3;
     bfloat16 engines need about 0.1)."""
     grpc_host: str = "127.0.0.1"
-    """Address of a cell's gRPC server."""
+    """Address of a cell's gRPC server and of its side of the transfer engine; one for all cells."""
     update_timeout_s: float = Field(default=300, gt=0)
     """A weight update that takes longer has failed and leaves the cell STALE."""
 
