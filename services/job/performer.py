@@ -66,6 +66,7 @@ _POLL_S = 1.0
 _POLL_TIMEOUT_S = 60.0
 _RESTART_PAUSE_S = 2.0
 _RESTART_TIMEOUT_S = 120.0
+_MAX_FAILED_STARTS = 3
 _START_MARGIN_S = 60.0  # what a cell needs besides its engine: a process, imports, its first answer
 _SHARD_TIMEOUT_S = 600.0
 _RUN_MARGIN_S = 120.0  # what an attempt takes besides its harness and its verifier
@@ -217,13 +218,15 @@ class ClusterPerformer:
     async def _attend_cell(self, cell_id: CellId, emit: Emit) -> None:
         actor = self._find_actor(rollout_actor(self._at.job_id, cell_id))
         joined = False
+        num_failed_starts = 0  # since it was up last
         while True:
             try:
+                num_failed_starts += 1
                 address, status = await self._start_cell(actor)
                 if old := self._clients.pop(cell_id, None):
                     await old.close()
                 self._clients[cell_id] = CellClient(address, self._at.grpc_token)
-                joined = True
+                joined, num_failed_starts = True, 0
                 emit(CellJoined(cell_id, status.slots, is_core=cell_id == make_cell_id(0)))
                 while True:
                     await asyncio.sleep(_POLL_S)
@@ -233,8 +236,9 @@ class ClusterPerformer:
                 emit(CellLost(cell_id, one_line(error), may_return=joined))
                 if not joined:
                     return  # what never came up stays lost
-                if isinstance(error, RayActorError) and not await _comes_back(actor):
-                    emit(CellLost(cell_id, f"{one_line(error)} (it is beyond its restarts)"))
+                is_dead = isinstance(error, RayActorError) and not await _comes_back(actor)
+                if is_dead or num_failed_starts >= _MAX_FAILED_STARTS:
+                    emit(CellLost(cell_id, f"{one_line(error)} (it does not come up again)"))
                     return
                 await asyncio.sleep(_RESTART_PAUSE_S)
 

@@ -11,12 +11,14 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from services.common.errors import EngineError, MachineError
 from services.common.ids import JobId
+from services.common.types import CellState
 from services.job import performer as performer_module
 from services.job.config import JobConfig, TasksConfig
 from services.job.performer import ClusterPerformer, Surroundings
-from services.rollout.types import RunResult, Task
+from services.rollout.types import CellStatus, RunResult, Task
 from services.scheduler.types import (
     AbortRuns,
+    CellJoined,
     CellLost,
     Event,
     GroupScored,
@@ -183,6 +185,18 @@ async def test_a_cell_whose_constructor_failed_is_lost_for_good(world: World) ->
     world.cell.start = Method(EngineError("no memory.", "Lower kv_cache_bytes."))
     await asyncio.wait_for(world.performer().attend(world.events.append), 10)
     assert world.events == [CellLost(f"cell-{index}", "no memory. Lower kv_cache_bytes.") for index in range(2)]
+
+
+async def test_a_cell_that_was_up_and_does_not_start_again_is_lost_for_good(world: World) -> None:
+    status = CellStatus("cell-0", CellState.STALE, -1, True, 0, 4)
+    world.cell.start = Method("127.0.0.1:1", EngineError("no memory."))
+    world.cell.status = Method(status, TimeoutError())
+    cells = world.config.rollout.cells.model_copy(update={"num_cells": 1})
+    world.config = world.config.model_copy(update={"rollout": world.config.rollout.model_copy(update={"cells": cells})})
+    await asyncio.wait_for(world.performer().attend(world.events.append), 10)
+    assert world.events[0] == CellJoined("cell-0", 4, is_core=True)
+    assert [event.may_return for event in world.events[1:]] == [True, True, True, True, False]
+    assert world.events[-1].reason.startswith("no memory.")
 
 
 async def test_an_actor_without_restarts_does_not_come_back() -> None:
