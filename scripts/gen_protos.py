@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import filecmp
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -23,6 +24,9 @@ def generate(target: Path) -> None:
         include = Path(grpc_tools.__file__).parent / "_proto"
         arguments = ["protoc", f"-I{PROTOS}", f"-I{include}"]
         arguments += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        # protoc looks for plugins in PATH, where this interpreter's environment need not be
+        scripts = sysconfig.get_path("scripts")
+        arguments += [f"--plugin=protoc-gen-{kind}={scripts}/protoc-gen-{kind}" for kind in ("mypy", "mypy_grpc")]
         if protoc.main(arguments + sources) != 0:
             sys.exit("protoc failed; see its message above")
         target.mkdir(parents=True, exist_ok=True)
