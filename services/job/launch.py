@@ -57,6 +57,7 @@ _START_TIMEOUT_S = 600.0
 _ANSWER_TIMEOUT_S = 120.0
 _EXIT_CODES = {JobStatus.FINISHED: 0, JobStatus.FAILED: 1, JobStatus.CANCELLED: 130}
 _MAX_CELL_RESTARTS = 3
+_MAX_SHARD_RESTARTS = 3
 
 
 def run_job(plan: Plan, console: Console) -> int:
@@ -179,6 +180,7 @@ class _Job:
                 as_ref=ray.put,
                 drop_equal_rewards=config.scheduler.on_equal_rewards == "drop",
                 eval_sampling=self._sampling(sampling.eval_temperature),
+                options={"max_restarts": _MAX_SHARD_RESTARTS, "max_task_retries": -1},  # its store holds all it knows
             )
             if self._resume is not None:
                 self._resume = _recover(shard, index, config.trajectory.num_shards, self._resume)
@@ -259,12 +261,15 @@ class _Job:
     # -- follow -------------------------------------------------------------------------------------------------------
 
     def _follow(self, scheduler: Any, progress: Progress, snapshot: dict[str, Any]) -> None:
-        deadline = None
+        deadline, last_step = None, None
         while True:
             try:
                 snapshot.update(_answer(scheduler.wait_done.remote(1.0), "the scheduler", _ANSWER_TIMEOUT_S))
-                steps = [line for line in read_metrics(self._plan.folder) if line["kind"] == "step"]
-                progress.show(snapshot, self._sampled_tokens(), steps[-1] if steps else None)
+                if snapshot["step"] > (last_step["step"] if last_step else 0):
+                    last_step = next(
+                        line for line in reversed(read_metrics(self._plan.folder)) if line["kind"] == "step"
+                    )
+                progress.show(snapshot, self._sampled_tokens(), last_step)
                 if snapshot["done"]:
                     return
                 self._notice_dead_training(scheduler)

@@ -341,9 +341,7 @@ class TrajectoryShard:
         if unfinished:
             raise InvariantError(f"group {group.spec.group_id} is not complete", f"unfinished: {', '.join(unfinished)}")
         final = [run for run in runs if run is not None]
-        settlement = await asyncio.to_thread(
-            settle_group, group.spec, final, self._config, drop_equal_rewards=self._drop_equal_rewards
-        )
+        settlement = await asyncio.to_thread(self._settlement, group, final, self._drop_equal_rewards)
         await self._in_writer(self._store.finish_group, settlement.result, dict(settlement.advantages))
         group.settlement = settlement
         if not settlement.result.ready:
@@ -365,8 +363,12 @@ class TrajectoryShard:
         if stored.result is not None:
             final = [one for one in map(_final, group.runs.values()) if one is not None]
             # it was ready once, so equal rewards are to be kept; selection is seeded and comes out the same
-            group.settlement = settle_group(group.spec, final, self._config, drop_equal_rewards=False)
+            group.settlement = self._settlement(group, final, drop_equal_rewards=False)
         return group
+
+    def _settlement(self, group: _Group, final: list[FinalRun], drop_equal_rewards: bool) -> Settlement:
+        seed = self._sampling.seed or 0
+        return settle_group(group.spec, final, self._config, drop_equal_rewards=drop_equal_rewards, seed=seed)
 
     def _authorise(self, run_id: str, key: str) -> tuple[_Run, AttemptLog]:
         run = self._find_run(run_id)

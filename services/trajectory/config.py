@@ -22,5 +22,3 @@ class TrajectoryConfig(BaseModel):
     """A group with fewer counted runs is lost."""
     micro_step_tokens: int = Field(default=65_536, ge=16)
     """Most unique tokens of one micro-step. A group with more is cut between its runs; a single run never is."""
-    seed: int = 0
-    """Seed of the selection."""

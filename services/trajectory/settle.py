@@ -36,12 +36,12 @@ class Settlement:
 
 
 def settle_group(
-    spec: GroupSpec, runs: Sequence[FinalRun], config: TrajectoryConfig, *, drop_equal_rewards: bool
+    spec: GroupSpec, runs: Sequence[FinalRun], config: TrajectoryConfig, *, drop_equal_rewards: bool, seed: int = 0
 ) -> Settlement:
     """Decide whether a group is ready to be trained, and with what.
 
     Runs whose outcome does not count, or that have no valid reward, are no part of the baseline and have no target.
-    A held-out group is never ready: it is scored only.
+    A held-out group is never ready: it is scored only. ``seed`` is that of the selection.
     """
     counted = [run for run in runs if _is_counted(run.result)]
     rewards = {run.result.run_id: run.result.reward for run in counted if run.result.reward is not None}
@@ -54,7 +54,7 @@ def settle_group(
     advantages = group_advantages(rewards, config.advantage)
     if advantages.equal_rewards and drop_equal_rewards:
         return _lost(spec, rewards, runs, f"all {len(rewards)} counted rewards are equal", advantages.by_run)
-    scored = tuple(_scored(run, advantages.by_run[run.result.run_id], config) for run in counted)
+    scored = tuple(_scored(run, advantages.by_run[run.result.run_id], config, seed) for run in counted)
     pieces = cut_group(scored, config.micro_step_tokens)
     if not pieces:
         return _lost(spec, rewards, runs, "no run has a token to train", advantages.by_run)
@@ -92,10 +92,10 @@ def _is_counted(result: RunResult) -> bool:
     return OUTCOME_TABLE[result.outcome].counted and is_valid
 
 
-def _scored(run: FinalRun, advantage: float, config: TrajectoryConfig) -> ScoredRun:
+def _scored(run: FinalRun, advantage: float, config: TrajectoryConfig, seed: int) -> ScoredRun:
     run_id = run.result.run_id
     tree = run.tree if OUTCOME_TABLE[run.result.outcome].trained else TrajectoryTree()
-    selection = select(tree, max_trajectories=config.max_trajectories, seed=config.seed, run_id=run_id)
+    selection = select(tree, max_trajectories=config.max_trajectories, seed=seed, run_id=run_id)
     return ScoredRun(run_id, advantage, tree, selection)
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.e2e import jobs
 from tests.waiting import wait_until
 
+STEPS = 12
 SLOW_HARNESS = "[sh, -c, 'sleep 1; exec python3 /config/agent.py {instruction_file}']"
 
 
@@ -31,7 +32,7 @@ def kill_one(job: jobs.Job, program: str, argument: str) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(420)
 def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callable[..., jobs.Job]) -> None:
-    slow = (f"rollout.harness.command={SLOW_HARNESS}", "trainer.steps=6", "trainer.checkpoint_every=2")
+    slow = (f"rollout.harness.command={SLOW_HARNESS}", f"trainer.steps={STEPS}", "trainer.checkpoint_every=2")
     slow += ("scheduler.group_size=4", "scheduler.carry_over_steps=1")
     job = start_job(*slow)
     wait_until(lambda: job.metrics("weights"), 150, "the first weights published")
@@ -39,7 +40,13 @@ def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callabl
     kill_one(job, "bash", "/tests/test.sh")
     wait_until(lambda: len(job.metrics("step")) >= 1, 120, "a step")
     kill_one(job, "ray::RolloutCell", "ray::RolloutCell")
+    num_updates = len(job.metrics("weights"))
     wait_until(lambda: len(job.metrics("step")) >= 3, 180, "two more steps after a cell's death")
+
+    def both_cells_were_updated() -> bool:
+        return {line["cell"] for line in job.metrics("weights")[num_updates:] if line["ok"]} == {"cell-0", "cell-1"}
+
+    wait_until(both_cells_were_updated, 120, "the killed cell serving again, with new weights")
     listing = job.runs()
     assert "harness_crash" in listing
     assert job.process.poll() is None
@@ -47,7 +54,7 @@ def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callabl
     code, text = job.wait(90)
     assert code == 130, text
     done = job.summary()["steps_completed"]
-    assert 3 <= done < 6
+    assert 3 <= done < STEPS
     wait_until(lambda: not job.descendants(), 20, "all processes of the job gone")
 
     resumed = start_job(*slow, "--resume")
@@ -55,7 +62,7 @@ def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callabl
     assert code == 0, text
     assert "resumes" in text
     summary = resumed.summary()
-    assert summary["steps_completed"] == 6
-    assert summary["policy_version"] == 6
+    assert summary["steps_completed"] == STEPS
+    assert summary["policy_version"] == STEPS
     assert summary["job_id"] == job.summary()["job_id"]
     wait_until(lambda: not resumed.descendants(), 20, "all processes of the job gone")
