@@ -24,7 +24,15 @@ DEFAULT_DEADLINE_S = 30.0
 """Deadline of a unary call, unless the caller gives another."""
 
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.so_reuseport", 0)]
+_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.so_reuseport", 0),
+    # a stream whose other end is gone without a word breaks within half a minute, also while it is silent
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+]
 _STATUS: dict[type[TidegateError], grpc.StatusCode] = {
     AccessError: grpc.StatusCode.UNAUTHENTICATED,
     NotFoundError: grpc.StatusCode.NOT_FOUND,

@@ -84,16 +84,6 @@ def body_too_large(max_body_bytes: int) -> DialectError:
     return error(413, f"Request body is larger than {max_body_bytes} bytes.", code="request_too_large")
 
 
-def rate_limited() -> DialectError:
-    """429."""
-    return error(
-        429,
-        "Rate limit reached for requests. Please try again later.",
-        kind="requests",
-        code="rate_limit_exceeded",
-    )
-
-
 def overloaded() -> DialectError:
     """503: no cell can serve the call now."""
     return error(

@@ -141,8 +141,8 @@ def test_context_length_error_is_worded_as_harnesses_expect_it() -> None:
 
 
 def test_dialect_errors_survive_pickling() -> None:
-    copy = pickle.loads(pickle.dumps(openai_chat.rate_limited()))
-    assert (copy.status, copy.body) == (429, openai_chat.rate_limited().body)
+    copy = pickle.loads(pickle.dumps(openai_chat.overloaded()))
+    assert (copy.status, copy.body) == (503, openai_chat.overloaded().body)
 
 
 def test_stream_holds_role_text_finish_usage_and_done_in_this_order() -> None:
