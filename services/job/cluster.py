@@ -37,7 +37,7 @@ _DRIVER_ENV = {
 def ray_cluster(config: RayConfig) -> Iterator[bool]:
     """Join a cluster or start one; yields whether it was started here. Shuts down only what it started."""
     os.environ.update({key: value for key, value in _DRIVER_ENV.items() if key not in os.environ})
-    address = config.address or os.environ.get("RAY_ADDRESS", "")
+    address = cluster_address(config)
     runtime_env = {"env_vars": _WORKER_ENV}
     try:
         if address:
@@ -58,7 +58,7 @@ def ray_cluster(config: RayConfig) -> Iterator[bool]:
                 include_dashboard=config.dashboard,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _temp_dir=str(Path(config.temp_dir).resolve()) if config.temp_dir else None,
+                _temp_dir=str(Path(config.temp_dir).expanduser().resolve()) if config.temp_dir else None,
             )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         hint = (
@@ -71,6 +71,11 @@ def ray_cluster(config: RayConfig) -> Iterator[bool]:
         yield not address
     finally:
         ray.shutdown()
+
+
+def cluster_address(config: RayConfig) -> str:
+    """The cluster that a job joins; empty: it starts one."""
+    return config.address or os.environ.get("RAY_ADDRESS", "")
 
 
 def check_resources(config: JobConfig, offered: Mapping[str, float]) -> None:

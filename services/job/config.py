@@ -73,7 +73,7 @@ class OutputConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dir: str = "runs"
-    """Each job gets a folder in it; ``latest`` links to the newest."""
+    """Each job gets a folder in it; ``latest`` links to the newest. A relative path starts where the command is run."""
     keep_workspaces: bool = False
     """Keep every run's workspace; otherwise only those whose evaluation failed stay (logs and tokens always do)."""
     wandb_project: str = ""
@@ -123,6 +123,10 @@ def load_job_config(path: Path, overrides: list[str]) -> JobConfig:
             ("rollout.cells.grpc_host", config.rollout.cells.grpc_host),
         ):
             refuse_weak_token(key, host, "scheduler.grpc_token", config.scheduler.grpc_token)
+    if config.proxy.port and config.proxy.port == config.scheduler.grpc_port:
+        raise ConfigError(
+            f"proxy.port and scheduler.grpc_port are both {config.proxy.port}.", "Change one, or set it to 0."
+        )
     longest = config.rollout.sampling.max_tokens
     if longest >= config.rollout.engine.max_model_len:
         raise ConfigError(

@@ -32,6 +32,7 @@ from services.common.names import (
 )
 from services.common.remote import cause_of, one_line
 from services.job.cluster import check_resources, ray_cluster, serve_ingress
+from services.job.commit import with_best
 from services.job.config import public_config
 from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
@@ -121,6 +122,7 @@ class _Job:
         plan, config, job_id = self._plan, self._config, self._plan.job_id
         if plan.commit is not None:
             drop_newer(plan.checkpoints, plan.commit.resume.step)
+            self._resume = with_best(plan.commit.resume, plan.checkpoints)
         self._start_shards()
         self._start_cells()
         mailbox_name = mailbox_actor(job_id, make_cell_id(0))
@@ -378,29 +380,46 @@ def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: fl
 @contextlib.contextmanager
 def _job_folder(plan: Plan) -> Iterator[None]:
     """The job's folder, held by a lock for as long as the job runs; ``latest`` links to it."""
+    with _held(plan.folder):
+        try:
+            write_json(
+                plan.folder / "job.json",
+                {
+                    "job_id": plan.job_id,
+                    "name": plan.config.name,
+                    "created_at_s": time.time(),
+                    "config": public_config(plan.config),
+                },
+            )
+            scratch = plan.folder.parent / f".latest-{os.getpid()}"
+            scratch.unlink(missing_ok=True)
+            scratch.symlink_to(plan.folder.name)
+            scratch.replace(plan.folder.parent / "latest")
+        except OSError as error:
+            raise _unwritable(plan.folder, error) from None
+        yield
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
     try:
-        plan.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
     except OSError as error:
-        raise ConfigError(f"cannot write to {plan.folder} ({error.strerror}).", "Set output.dir elsewhere.") from None
-    with (plan.folder / "lock").open("w") as lock:
+        raise _unwritable(folder, error) from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"{plan.folder} belongs to a job that is running.", "Cancel it first.") from None
-        write_json(
-            plan.folder / "job.json",
-            {
-                "job_id": plan.job_id,
-                "name": plan.config.name,
-                "created_at_s": time.time(),
-                "config": public_config(plan.config),
-            },
-        )
-        link = plan.folder.parent / "latest"
-        scratch = plan.folder.parent / f".latest-{os.getpid()}"
-        scratch.symlink_to(plan.folder.name)
-        scratch.replace(link)
+            raise ConfigError(
+                f"{folder} belongs to a job that is running.",
+                "Wait for its end or cancel it (Ctrl-C where it runs); without --resume a new job starts beside it.",
+            ) from None
         yield
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write to {folder} ({error.strerror}).", "Set output.dir elsewhere.")
 
 
 def _session_logs() -> Path:

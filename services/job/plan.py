@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from rich.table import Table
 from services.common.errors import ConfigError
 from services.common.ids import JobId, make_job_id
 from services.common.models import check_model, load_architecture, resolve_model
-from services.job.cluster import check_port
+from services.job.cluster import check_port, cluster_address
 from services.job.commit import Commit, read_commit
 from services.job.config import JobConfig
 from services.job.recorder import check_wandb
@@ -76,19 +77,21 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     """Check all that can be known now. Raises ``ConfigError`` or ``MachineError``; starts and writes nothing
     but the cache of built-in models."""
     base = config_path.resolve().parent
-    train_tasks = tuple(load_task_set(base / config.tasks.train))
-    heldout_tasks = tuple(load_task_set(base / config.tasks.heldout)) if config.tasks.heldout else ()
+    train_tasks = tuple(load_task_set(_from(base, config.tasks.train)))
+    heldout_tasks = tuple(load_task_set(_from(base, config.tasks.heldout))) if config.tasks.heldout else ()
     config = _with_absolute_paths(config, base)
     require_sandbox(config.rollout.sandbox)
     check_harness(config.rollout.harness)
     check_wandb(config.output.wandb_project)
-    check_port(config.proxy.host, config.proxy.port, "proxy.port")
+    if not cluster_address(config.ray):  # jobs of one cluster share the port of its ingress
+        check_port(config.proxy.host, config.proxy.port, "proxy.port")
     check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
     check_model(model_path)
     check_architecture(load_architecture(model_path))
 
-    output = Path(config.output.dir).resolve()
+    output = _from(Path.cwd(), config.output.dir)
+    check_output(output)
     commit = None
     if resume:
         folder = _newest_job(output, config.name)
@@ -120,13 +123,34 @@ def _model_path(name: str, base: Path) -> str:
     return str(base / name) if (base / name).is_dir() else name
 
 
+def _from(base: Path, path: str) -> Path:
+    """A path of the configuration, absolute: ``~`` is the home folder, a relative one starts at ``base``."""
+    try:
+        return (base / Path(path).expanduser()).resolve()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}", "Write the whole path.") from None
+
+
+def check_output(output: Path) -> None:
+    """Raise ``ConfigError`` unless job folders, and the link to the newest, can be made in ``output``."""
+    hint = "Set output.dir to a folder that you may write to."
+    there = next(path for path in (output, *output.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"output.dir: {there} is not a folder.", hint)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"output.dir: {output} cannot be written.", hint)
+    latest = output / "latest"
+    if latest.exists() and not latest.is_symlink():
+        raise ConfigError(f"{latest} is not a link to the newest job.", "Move it away, or set output.dir elsewhere.")
+
+
 def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
     """Paths of the harness are relative to the configuration file; its processes run elsewhere."""
     harness = config.rollout.harness
     absolute = harness.model_copy(
         update={
-            "config_dir": str((base / harness.config_dir).resolve()) if harness.config_dir else "",
-            "readonly_paths": tuple(str((base / path).resolve()) for path in harness.readonly_paths),
+            "config_dir": str(_from(base, harness.config_dir)) if harness.config_dir else "",
+            "readonly_paths": tuple(str(_from(base, path)) for path in harness.readonly_paths),
         }
     )
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"harness": absolute})})

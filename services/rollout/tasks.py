@@ -30,7 +30,11 @@ def load_task_set(folder: str | Path) -> list[Task]:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ConfigError(f"task folder {root} does not exist.", "Write the path of a folder that holds task folders.")
+        raise ConfigError(
+            f"task folder {root} does not exist.",
+            "Set tasks.train (or heldout) to a folder that holds task folders; a relative path starts at the "
+            "configuration file.",
+        )
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not folders:
         raise ConfigError(

@@ -54,17 +54,18 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("overrides", "expected"),
     [
         ("rollout.sampling.max_tokens=4096", "leaves no room"),
         ("rollout.sampling.temperature=0", "greedy"),
+        ("proxy.port=7000 scheduler.grpc_port=7000", "both 7000"),
         ("eval.every=2", "tasks.heldout"),
         ("proxy.host=0.0.0.0", "admin_token"),
     ],
 )
-def test_sections_that_contradict_each_other_are_refused(tmp_path: Path, override: str, expected: str) -> None:
+def test_sections_that_contradict_each_other_are_refused(tmp_path: Path, overrides: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        load_job_config(write(tmp_path, MINIMAL), [override])
+        load_job_config(write(tmp_path, MINIMAL), overrides.split())
 
 
 @pytest.mark.parametrize("key", ["scheduler.grpc_host", "rollout.cells.grpc_host"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from services.common.errors import ConfigError
 from services.job.commit import Commit, read_commit, write_commit
-from services.job.plan import _commit_of, checkpoints_of
+from services.job.plan import _commit_of, _from, check_output, checkpoints_of
 from services.scheduler.types import Counters, ReadyGroup, ResumeState
 from services.trajectory.types import GroupResult, GroupSpec
 
@@ -42,3 +43,36 @@ def test_a_job_is_resumed_only_from_a_checkpoint_that_is_there(tmp_path: Path) -
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="is gone"):
         _commit_of(tmp_path)
+
+
+def test_a_path_of_the_configuration_starts_at_its_file_or_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert _from(tmp_path, "../tasks") == tmp_path.parent / "tasks"
+    assert _from(tmp_path, "/tasks") == Path("/tasks")
+    assert _from(tmp_path, "~/tasks") == Path("/home/me/tasks")
+    with pytest.raises(ConfigError, match="whole path"):
+        _from(tmp_path, "~nobody-of-this-name/tasks")
+
+
+def test_an_output_folder_is_checked_before_anything_is_made(tmp_path: Path) -> None:
+    check_output(tmp_path / "not" / "yet")
+    assert not (tmp_path / "not").exists()
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(ConfigError, match="is not a folder"):
+            check_output(output)
+    (tmp_path / "latest").symlink_to("gone")
+    check_output(tmp_path)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(ConfigError, match="not a link"):
+        check_output(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_folder_that_is_read_only_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_output(tmp_path / "runs")
