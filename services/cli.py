@@ -48,18 +48,21 @@ def train(
     ] = False,
 ) -> None:
     """Train a model on tasks through a harness."""
+    # what checks a configuration is imported before what needs PyTorch and Ray: a mistake shows at once
     from services.job.config import load_job_config
-    from services.job.launch import run_job
-    from services.job.plan import plan_job
 
     given = list(overrides or ())
     if steps is not None:
         given.append(f"trainer.steps={steps}")
     job_config = load_job_config(config, given)
+    from services.job.plan import plan_job
+
     plan = plan_job(job_config, config, resume=resume)
     console.print(plan.table())
     if dry_run:
         return
+    from services.job.launch import run_job
+
     raise typer.Exit(run_job(plan, console))
 
 
