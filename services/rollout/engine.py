@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import json
 import os
+import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from services.trainer.types import WeightManifest
 WORKER_EXTENSION = "services.rollout.worker_extension.WorkerExtension"
 OWNER_VARIABLE = "TIDEGATE_ENGINE_OWNER"
 """Environment variable of an engine's processes: process id of the cell that owns them. They die with it."""
+_SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 _SHUTDOWN_TIMEOUT_S = 0.5  # it has nothing to save, and its own goodbye takes seconds
 _OOM_HINT = (
     "Lower rollout.engine.kv_cache_bytes, max_model_len or max_num_seqs, take a smaller model, or free memory; the "
@@ -107,10 +109,11 @@ class Engine:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         others = {process.pid for process in psutil.Process().children(recursive=True)}
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                # a thread: the start blocks for seconds, and the cell must answer meanwhile
-                self._llm = await asyncio.to_thread(self._start)
-                await self._llm.get_supported_tasks()
+            with _sockets_folder():
+                async with asyncio.timeout(self._config.start_timeout_s):
+                    # a thread: the start blocks for seconds, and the cell must answer meanwhile
+                    self._llm = await asyncio.to_thread(self._start)
+                    await self._llm.get_supported_tasks()
         except TimeoutError as error:
             self._kill_children(others)
             raise EngineError(
@@ -288,6 +291,21 @@ class Engine:
             if process.pid not in others:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+
+
+@contextlib.contextmanager
+def _sockets_folder() -> Iterator[None]:
+    """While an engine starts, its processes find each other by sockets in a folder of their own. vLLM never removes
+    its socket files; once all are connected nobody needs their names."""
+    before = os.environ.get(_SOCKETS_VARIABLE)
+    with tempfile.TemporaryDirectory(prefix="tidegate-", ignore_cleanup_errors=True) as folder:
+        os.environ[_SOCKETS_VARIABLE] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(_SOCKETS_VARIABLE)
+            if before is not None:
+                os.environ[_SOCKETS_VARIABLE] = before
 
 
 def _check_memory(kv_cache_bytes: int) -> None:

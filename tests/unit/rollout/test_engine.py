@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from services.rollout.cell import call_seed
 from services.rollout.config import CellsConfig, EngineConfig, RolloutConfig
-from services.rollout.engine import engine_env
+from services.rollout.engine import _sockets_folder, engine_env
 
 
 def test_no_cpu_setting_reaches_a_gpu_cell() -> None:
@@ -52,3 +54,12 @@ def test_a_call_that_goes_on_does_not_draw_the_same_numbers_again() -> None:
 
 def test_no_seed_stays_none() -> None:
     assert call_seed(None, "g000000-r0-a0-c0", 0) is None
+
+
+def test_an_engine_leaves_no_socket_file_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/before")
+    with _sockets_folder():
+        folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+        (folder / "socket").write_text("")
+    assert not folder.exists()
+    assert os.environ["VLLM_RPC_BASE_PATH"] == "/before"
