@@ -1,15 +1,28 @@
-"""Processes die under a job; a user interrupts it and resumes it."""
+"""Processes die under a job; a user interrupts it, and goes on with it on another cluster, through the Ray job API."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
+from services.job.cluster import free_port
 from tests.e2e import jobs
 from tests.waiting import wait_until
 
-STEPS = 12
 SLOW_HARNESS = "[sh, -c, 'sleep 1; exec python3 /config/agent.py {instruction_file}']"
+OPTIONS = (
+    f"rollout.harness.command={SLOW_HARNESS}",
+    "trainer.checkpoint_every=2",
+    "scheduler.group_size=4",
+    "scheduler.carry_over_steps=1",
+)
 
 
 def kill_one(job: jobs.Job, program: str, argument: str) -> None:
@@ -28,41 +41,67 @@ def kill_one(job: jobs.Job, program: str, argument: str) -> None:
     wait_until(attempt, 120, f"a process to kill: {program} {argument}")
 
 
+@pytest.fixture
+def job_api() -> Iterator[str]:
+    """A cluster with the job API, shut down afterwards; yields the API's URL."""
+    context = ray.init(
+        address="local",
+        num_cpus=4,
+        object_store_memory=200 << 20,
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        dashboard_port=free_port(),
+        log_to_driver=False,
+    )
+    yield f"http://{context.dashboard_url}"
+    ray.shutdown()
+
+
+def submit(job_api: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`ray job submit` of a training job, as the README shows it."""
+    programs = Path(sys.executable).parent
+    command = [str(programs / "ray"), "job", "submit", "--address", job_api, "--working-dir", "."]
+    command += ["--", "python", "-m", "services.cli", "train", "examples/configs/tiny.yaml", *arguments]
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    return subprocess.run(
+        command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
 @pytest.mark.cluster
 @pytest.mark.engine
-@pytest.mark.timeout(420)
-def test_a_job_survives_kills_and_an_interrupt_and_is_resumed(start_job: Callable[..., jobs.Job]) -> None:
-    slow = (f"rollout.harness.command={SLOW_HARNESS}", f"trainer.steps={STEPS}", "trainer.checkpoint_every=2")
-    slow += ("scheduler.group_size=4", "scheduler.carry_over_steps=1")
-    job = start_job(*slow)
+@pytest.mark.timeout(600)
+def test_a_job_survives_kills_and_an_interrupt_and_is_resumed_as_a_ray_job(
+    start_job: Callable[..., jobs.Job], request: pytest.FixtureRequest
+) -> None:
+    job = start_job(*OPTIONS, "trainer.steps=100")
     wait_until(lambda: job.metrics("weights"), 150, "the first weights published")
     kill_one(job, "python3", "agent.py")
     kill_one(job, "bash", "/tests/test.sh")
     wait_until(lambda: len(job.metrics("step")) >= 1, 120, "a step")
     kill_one(job, "ray::RolloutCell", "ray::RolloutCell")
-    num_updates = len(job.metrics("weights"))
-    wait_until(lambda: len(job.metrics("step")) >= 3, 180, "two more steps after a cell's death")
+    num_steps, num_updates = len(job.metrics("step")), len(job.metrics("weights"))
 
     def both_cells_were_updated() -> bool:
         return {line["cell"] for line in job.metrics("weights")[num_updates:] if line["ok"]} == {"cell-0", "cell-1"}
 
-    wait_until(both_cells_were_updated, 120, "the killed cell serving again, with new weights")
-    listing = job.runs()
-    assert "harness_crash" in listing
+    wait_until(both_cells_were_updated, 180, "the killed cell serving again, with new weights")
+    wait_until(lambda: len(job.metrics("step")) >= num_steps + 2, 120, "two more steps")
+    assert "harness_crash" in job.runs()
     assert job.process.poll() is None
     jobs.interrupt(job)
     code, text = job.wait(90)
     assert code == 130, text
-    done = job.summary()["steps_completed"]
-    assert 3 <= done < STEPS
+    summary = job.summary()
+    assert summary["status"] == "cancelled"
     wait_until(lambda: not job.descendants(), 20, "all processes of the job gone")
 
-    resumed = start_job(*slow, "--resume")
-    code, text = resumed.wait(240)
-    assert code == 0, text
-    assert "resumes" in text
-    summary = resumed.summary()
-    assert summary["steps_completed"] == STEPS
-    assert summary["policy_version"] == STEPS
-    assert summary["job_id"] == job.summary()["job_id"]
-    wait_until(lambda: not resumed.descendants(), 20, "all processes of the job gone")
+    steps = summary["steps_completed"] + 2
+    done = submit(
+        request.getfixturevalue("job_api"), *OPTIONS, f"output.dir={job.output}", f"trainer.steps={steps}", "--resume"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "succeeded" in done.stdout
+    resumed = job.summary()
+    assert (resumed["job_id"], resumed["status"]) == (summary["job_id"], "finished")
+    assert resumed["steps_completed"] == resumed["policy_version"] == steps
