@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pydantic
@@ -10,6 +10,7 @@ import pydantic
 from services.common.errors import ConfigError
 from services.job.report import write_json
 from services.scheduler.types import ResumeState
+from services.trainer.checkpoint import best_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +42,9 @@ def read_commit(folder: Path) -> Commit | None:
             f"{path} cannot be understood: {error.error_count()} fields are wrong.",
             "It was written by another version of Tidegate; start a new job.",
         ) from None
+
+
+def with_best(resume: ResumeState, checkpoints: Path) -> ResumeState:
+    """``resume`` with the best checkpoint as it is marked on disk: that can have happened after the commit."""
+    best = best_of(checkpoints)
+    return resume if best is None else replace(resume, best_eval_step=best.step, best_eval_reward=best.reward_mean)

@@ -26,6 +26,7 @@ from services.rollout.types import CellStatus, RunResult, RunSpec, Task, UpdateR
 from services.scheduler.types import (
     AbortRuns,
     Action,
+    BestMarked,
     CellAdmitted,
     CellDrained,
     CellJoined,
@@ -38,6 +39,7 @@ from services.scheduler.types import (
     Event,
     FinishJob,
     GroupScored,
+    MarkBest,
     OpenGroup,
     PublicationEnded,
     PublishWeights,
@@ -53,6 +55,7 @@ from services.scheduler.types import (
     TrainingFailed,
     TrainStep,
 )
+from services.trainer.commands import MarkBest as MarkOnRanks
 from services.trainer.commands import Publish
 from services.trainer.commands import SaveCheckpoint as SaveOnRanks
 from services.trainer.commands import TrainStep as TrainOnRanks
@@ -132,6 +135,9 @@ class ClusterPerformer:
                 await self._publish(action, emit)
             case SaveCheckpoint():
                 await self._save(action, emit)
+            case MarkBest(step, reward_mean):
+                await self._mailbox.submit.remote(MarkOnRanks(step, reward_mean))
+                emit(BestMarked(step))
             case RecordEvaluation():
                 rewards = {task.task_name: task.rewards for task in action.tasks}
                 self._recorder.evaluated(action.version, rewards, self._config.eval.pass_reward)
@@ -322,7 +328,7 @@ class ClusterPerformer:
         emit(StepTrained(action.step, report.num_tokens, report.num_targets, report.seconds))
 
     async def _save(self, action: SaveCheckpoint, emit: Emit) -> None:
-        command = SaveOnRanks(step=action.step, version=action.resume.version, is_best=action.is_best)
+        command = SaveOnRanks(action.step, action.resume.version, action.export, action.kept_steps)
         checkpoint = await self._mailbox.submit.remote(command)
         write_commit(self._folder, Commit(Path(checkpoint).name, action.resume))
         emit(CheckpointSaved(action.step))

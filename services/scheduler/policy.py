@@ -114,7 +114,7 @@ def _permutation(epoch: int, num_tasks: int, seed: int) -> tuple[int, ...]:
 
 
 def evaluation_is_due(step: int, last_eval_step: int, steps: int, every: int, *, at_start: bool, at_end: bool) -> bool:
-    """Whether the weights that were just published (made at ``step``) get a held-out pass. -1: none was made yet."""
+    """Whether weights that were published (made at ``step``) get a held-out pass. -1: none was made yet."""
     if step == last_eval_step:
         return False
     if step >= steps:
@@ -122,3 +122,12 @@ def evaluation_is_due(step: int, last_eval_step: int, steps: int, every: int, *,
     if step == 0:
         return at_start
     return every > 0 and step // every > max(last_eval_step, 0) // every
+
+
+def is_new_best(reward: float, step: int, best_reward: float | None, best_step: int) -> tuple[bool, str]:
+    """Whether the held-out reward of ``step`` is the highest so far. Of equal ones the older stays."""
+    what = f"held-out mean reward {reward:.4g} at step {step}"
+    if best_reward is None:
+        return True, f"{what} is the first"
+    beats = reward > best_reward
+    return beats, f"{what} {'beats' if beats else 'does not beat'} {best_reward:.4g} at step {best_step}"

@@ -20,10 +20,22 @@ if TYPE_CHECKING:
 # -- rules --------------------------------------------------------------------------------------------------------
 
 
+def _mark_best(state: JobState) -> bool:
+    """The best held-out reward so far: its checkpoint is marked, once it is complete."""
+    best = state.new_best
+    if best is None or state.is_marking_best or state.checkpoint is not None:
+        return False
+    state.is_marking_best = True
+    _, why = policy.is_new_best(best.reward_mean, best.step, state.best_eval_reward, state.best_eval_step)
+    state.decide(best, why)
+    return True
+
+
 def _publish(state: JobState) -> bool:
     """New weights go to all live cells at a burst's end; weights of the last version to cells that are stale.
 
-    New weights wait until the held-out pass of the version before is over; cells that went stale do not wait.
+    New weights wait until the held-out pass of the version before is over and, if it was the best, that is marked;
+    cells that went stale do not wait.
     """
     if state.publication is not None:
         return False
@@ -31,7 +43,8 @@ def _publish(state: JobState) -> bool:
         return False
     live = state.cells.live
     in_transition = any(cell.in_transition for cell in live)
-    if state.wanted_version is not None and live and state.evaluation is None and not in_transition:
+    has_held_out_pass = state.evaluation is not None or state.new_best is not None
+    if state.wanted_version is not None and live and not has_held_out_pass and not in_transition:
         for cell in live:
             cell.num_update_attempts = 1
         _begin_publication(state, state.wanted_version, live, f"{len(live)} cells are live; the core comes last")
@@ -58,14 +71,9 @@ def _cross_boundary(state: JobState) -> bool:
     options = state.options
     state.status, state.at_boundary = JobStatus.RUNNING, False
     state.burst_done, state.burst_steps = 0, min(options.steps_per_burst, state.steps_left)
-    if options.eval_task_names and policy.evaluation_is_due(
-        state.step,
-        state.last_eval_step,
-        options.steps,
-        options.eval_every,
-        at_start=options.eval_at_start,
-        at_end=options.eval_at_end,
-    ):
+    if state.evaluation_is_due:
+        if state.step > 0 and state.exported_step != state.step:
+            state.save_checkpoint("resumed where a held-out pass is due", export=True)
         state.open_evaluation()
     target, why_target = policy.outstanding_target(
         options.groups_per_step, options.steps_per_burst, options.carry_over_steps, state.steps_left
@@ -188,14 +196,11 @@ def _start_runs(state: JobState) -> bool:
 
 
 def _finish_when_done(state: JobState) -> bool:
-    """All steps trained and published, the final held-out pass recorded, the final checkpoint saved."""
-    if state.status is not JobStatus.RUNNING or state.steps_left > 0 or state.evaluation is not None:
+    """All steps trained, saved and published, the final held-out pass recorded, the best checkpoint marked."""
+    if state.status is not JobStatus.RUNNING or state.steps_left > 0 or state.wanted_version is not None:
         return False
-    if state.wanted_version is not None or state.checkpoint is not None:
+    if state.evaluation is not None or state.checkpoint is not None or state.new_best is not None:
         return False
-    if not state.saved_final:
-        state.save_checkpoint("all steps are trained", is_final=True)
-        return True
     state.finish(JobStatus.FINISHED, f"{state.step} of {state.options.steps} steps are trained")
     return True
 
@@ -212,7 +217,7 @@ def _give_up_when_stuck(state: JobState) -> bool:
     if in_flight or not all_known:
         return False
     if any(cell.state is not CellState.STALE or cell.is_repairable for cell in state.cells.live):
-        waits = state.checkpoint or state.book.num_active_runs or state.book.num_scoring
+        waits = state.checkpoint or state.new_best or state.book.num_active_runs or state.book.num_scoring
         if not waits and state.status is JobStatus.RUNNING:
             raise InvariantError("the job waits for nothing.")
         return False
@@ -226,14 +231,17 @@ def _conclude(state: JobState) -> bool:
     """A job that ends early: the step in flight ends, what was trained is saved, then it is over."""
     if state.training_step is not None or state.checkpoint is not None or state.planned_end is None:
         return False
+    if state.new_best is not None:
+        return False
     if state.saved_step < state.step:
-        state.save_checkpoint(f"the job ends: {state.planned_end.reason}", is_final=True)
+        state.save_checkpoint(f"the job ends: {state.planned_end.reason}", export=False)
         return True
     state.finish(state.planned_end.status, state.planned_end.reason)
     return True
 
 
 RULES: tuple[Callable[[JobState], bool], ...] = (
+    _mark_best,
     _publish,
     _cross_boundary,
     _drop_stale,
@@ -246,4 +254,4 @@ RULES: tuple[Callable[[JobState], bool], ...] = (
 )
 """Tried in this order until none decides anything."""
 
-ENDING_RULES: tuple[Callable[[JobState], bool], ...] = (_conclude,)
+ENDING_RULES: tuple[Callable[[JobState], bool], ...] = (_mark_best, _conclude)

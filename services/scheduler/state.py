@@ -29,6 +29,7 @@ from services.scheduler.types import (
     FinishJob,
     JobOptions,
     JobStatus,
+    MarkBest,
     OpenGroup,
     PublishWeights,
     ReadyGroup,
@@ -78,7 +79,10 @@ class JobState:
         self.evaluation: Evaluation | None = None
         self.last_eval_step = start.last_eval_step
         self.last_eval_reward: float | None = None
-        self.best_eval_reward = start.best_eval_reward
+        self.best_eval_step, self.best_eval_reward = start.best_eval_step, start.best_eval_reward
+        self.new_best: MarkBest | None = None
+        """A checkpoint that is to be marked, until that is answered."""
+        self.is_marking_best = False
         self.reward_mean_by_step = list(start.reward_mean_by_step)
         self.train_tokens = start.train_tokens
 
@@ -97,7 +101,7 @@ class JobState:
         self.training_step: TrainStep | None = None
         self.checkpoint: SaveCheckpoint | None = None
         self.saved_step = start.step
-        self.saved_final = False
+        self.exported_step = start.exported_step
         self.planned_end: FinishJob | None = None
         self.staleness_is_due = True
         self.now_s = 0.0
@@ -179,7 +183,9 @@ class JobState:
             evaluation=Counters(evaluation.dispatched, evaluation.dispatched, evaluation.dispatched),
             num_lost_groups=self.book.num_lost,
             last_eval_step=self.last_eval_step,
+            best_eval_step=self.best_eval_step,
             best_eval_reward=self.best_eval_reward,
+            exported_step=self.exported_step,
             reward_mean_by_step=tuple(self.reward_mean_by_step),
             train_tokens=self.train_tokens,
         )
@@ -187,6 +193,19 @@ class JobState:
     @property
     def steps_left(self) -> int:
         return max(0, self.options.steps - self.step)
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the weights of this step get a held-out pass once they are published."""
+        options, running = self.options, self.evaluation
+        return bool(options.eval_task_names) and policy.evaluation_is_due(
+            self.step,
+            self.last_eval_step if running is None else running.version,
+            options.steps,
+            options.eval_every,
+            at_start=options.eval_at_start,
+            at_end=options.eval_at_end,
+        )
 
     # -- parts of decisions -------------------------------------------------------------------------------------------
 
@@ -224,12 +243,15 @@ class JobState:
         self.cells.changed()
         self.decide(SwitchCell(core.cell_id, CellRole.ROLLOUT, self.options.drain_timeout_s), reason)
 
-    def save_checkpoint(self, reason: str, *, is_final: bool) -> None:
-        reward = self.last_eval_reward if self.last_eval_step == self.step else None
-        is_best = reward is not None and (self.best_eval_reward is None or reward > self.best_eval_reward)
-        if is_best:
-            self.best_eval_reward = reward
-        self.checkpoint = SaveCheckpoint(self.step, is_final, reward, is_best, self.resume_state())
+    def save_checkpoint(self, reason: str, *, export: bool) -> None:
+        kept = {self.saved_step}
+        if self.evaluation is not None:
+            kept.add(self.evaluation.version)
+        if self.new_best is not None:
+            kept.add(self.new_best.step)
+        if export:
+            self.exported_step = self.step
+        self.checkpoint = SaveCheckpoint(self.step, export, tuple(sorted(kept - {0, self.step})), self.resume_state())
         self.decide(self.checkpoint, f"{reason}: step {self.step}, last saved {self.saved_step}")
 
     def lose(self, group: Group, reason: str) -> None:

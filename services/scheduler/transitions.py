@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.errors import InvariantError
 from services.common.types import CellRole, CellState
+from services.scheduler import policy
 from services.scheduler.groups import Group, GroupStatus, Run
 from services.scheduler.types import (
     AbortRuns,
     ActionFailed,
+    BestMarked,
     CancelRequested,
     CellAdmitted,
     CellDrained,
@@ -23,6 +25,7 @@ from services.scheduler.types import (
     GroupScored,
     JobOptions,
     JobStatus,
+    MarkBest,
     OpenGroup,
     PublicationEnded,
     PublishWeights,
@@ -178,6 +181,16 @@ def _end_eval_group(state: JobState, group: Group, rewards: tuple[float, ...]) -
         RecordEvaluation(evaluation.version, tuple(evaluation.tasks), mean),
         f"all {len(evaluation.tasks)} held-out groups of version {evaluation.version} are scored",
     )
+    if mean is not None:
+        _compare_with_best(state, evaluation.version, mean)
+
+
+def _compare_with_best(state: JobState, step: int, reward: float) -> None:
+    is_best, _ = policy.is_new_best(reward, step, state.best_eval_reward, state.best_eval_step)
+    if is_best and step == 0:  # the model as it came has no checkpoint: it only sets the reward to beat
+        state.best_eval_step, state.best_eval_reward = step, reward
+    elif is_best:
+        state.new_best = MarkBest(step, reward)
 
 
 # -- events: training, publication, checkpoints, the job ----------------------------------------------------------
@@ -199,13 +212,15 @@ def _on_step_trained(state: JobState, event: StepTrained) -> None:
         return
     if state.burst_done >= state.burst_steps:
         state.wanted_version = state.step
-    has_final_pass = bool(state.options.eval_task_names) and state.options.eval_at_end
     if state.steps_left == 0:
         state.drop_unfinished(f"step {state.step} of {state.options.steps} was the last", held_out_too=False)
-    if state.steps_left == 0 and not has_final_pass:
-        state.save_checkpoint("all steps are trained", is_final=True)
+    is_evaluated = state.wanted_version == state.step and state.evaluation_is_due
+    if state.steps_left == 0:
+        state.save_checkpoint("all steps are trained", export=is_evaluated)
     elif state.step % state.options.checkpoint_every == 0:
-        state.save_checkpoint(f"every {state.options.checkpoint_every} steps", is_final=False)
+        state.save_checkpoint(f"every {state.options.checkpoint_every} steps", export=is_evaluated)
+    elif is_evaluated:
+        state.save_checkpoint("a held-out pass follows", export=True)
 
 
 def _on_training_failed(state: JobState, event: TrainingFailed) -> None:
@@ -232,8 +247,15 @@ def _on_publication_ended(state: JobState, event: PublicationEnded) -> None:
 def _on_checkpoint_saved(state: JobState, event: CheckpointSaved) -> None:
     if state.checkpoint is None or event.step != state.checkpoint.step:
         raise InvariantError(f"the checkpoint of step {event.step} was saved; under way is {state.checkpoint}.")
-    state.saved_step, state.saved_final = event.step, state.checkpoint.is_final
-    state.checkpoint = None
+    state.saved_step, state.checkpoint = event.step, None
+
+
+def _on_best_marked(state: JobState, event: BestMarked) -> None:
+    best = state.new_best
+    if best is None or not state.is_marking_best or event.step != best.step:
+        raise InvariantError(f"the checkpoint of step {event.step} was marked best; to be marked is {best}.")
+    state.best_eval_step, state.best_eval_reward = best.step, best.reward_mean
+    state.new_best, state.is_marking_best = None, False
 
 
 def _on_cancel_requested(state: JobState, event: CancelRequested) -> None:
@@ -325,6 +347,11 @@ def _on_checkpoint_failed(state: JobState, action: SaveCheckpoint, reason: str) 
     state.end_at_once(f"the checkpoint of step {action.step} could not be saved: {reason}")
 
 
+def _on_mark_failed(state: JobState, action: MarkBest, reason: str) -> None:
+    if state.new_best == action:
+        state.new_best, state.is_marking_best = None, False
+
+
 HANDLERS: dict[type[Any], Callable[[JobState, Any], None]] = {
     CellJoined: _on_cell_joined,
     CellUpdating: _on_cell_updating,
@@ -339,6 +366,7 @@ HANDLERS: dict[type[Any], Callable[[JobState, Any], None]] = {
     StepTrained: _on_step_trained,
     PublicationEnded: _on_publication_ended,
     CheckpointSaved: _on_checkpoint_saved,
+    BestMarked: _on_best_marked,
     TrainingFailed: _on_training_failed,
     ActionFailed: _on_action_failed,
     CancelRequested: _on_cancel_requested,
@@ -354,5 +382,6 @@ _FAILURE_HANDLERS: dict[type[Any], Callable[[JobState, Any, str], None]] = {
     TrainStep: _on_train_failed,
     PublishWeights: _on_publish_failed,
     SaveCheckpoint: _on_checkpoint_failed,
+    MarkBest: _on_mark_failed,
 }
 """What follows from an action that failed. The failure of any other one changes nothing; it stays in the log."""

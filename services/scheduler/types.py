@@ -149,6 +149,13 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class BestMarked:
+    """The answer to ``MarkBest``: the checkpoint of ``step`` is the best one."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingFailed:
     """The training ranks failed beyond their restarts; the job cannot go on."""
 
@@ -189,6 +196,7 @@ Event = (
     | StepTrained
     | PublicationEnded
     | CheckpointSaved
+    | BestMarked
     | TrainingFailed
     | ActionFailed
     | CancelRequested
@@ -275,16 +283,24 @@ class PublishWeights:
 class SaveCheckpoint:
     """Save weights, optimizer and ``resume`` as one commit. Answered by ``CheckpointSaved``.
 
-    The job's last step may have been saved before; then the rest is new.
+    A step that was saved before is saved again: a resumed job may need the export.
     """
 
     step: int
-    is_final: bool
-    eval_reward: float | None
-    """Mean held-out reward of exactly these weights, where it is known."""
-    is_best: bool
-    """No weights saved before had a higher one."""
+    export: bool
+    """These weights get a held-out pass: also write them as a Hugging Face folder, in case they are the best."""
+    kept_steps: tuple[int, ...]
+    """Checkpoints that stay with their exports, whatever their age: the last commit's, the one in its held-out pass."""
     resume: ResumeState
+
+
+@dataclass(frozen=True, slots=True)
+class MarkBest:
+    """Keep the checkpoint of ``step``, which was saved with its export, as the best. Answered by ``BestMarked``."""
+
+    step: int
+    reward_mean: float
+    """Mean held-out reward of exactly these weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +350,7 @@ Action = (
     | TrainStep
     | PublishWeights
     | SaveCheckpoint
+    | MarkBest
     | RecordEvaluation
     | AbortRuns
     | FinishJob
@@ -409,8 +426,12 @@ class ResumeState:
     num_lost_groups: int = 0
     last_eval_step: int = -1
     """Step of the last held-out pass, -1 before the first."""
+    best_eval_step: int = -1
+    """Step of the weights with the highest mean held-out reward, -1: none. 0: the model as it came, not saved."""
     best_eval_reward: float | None = None
-    """Mean held-out reward of the best weights that were saved."""
+    """Theirs: the reward to beat."""
+    exported_step: int = -1
+    """Step of the newest checkpoint that has an export."""
     reward_mean_by_step: tuple[float | None, ...] = ()
     train_tokens: int = 0
 

@@ -38,6 +38,8 @@ def make_snapshot(state: JobState) -> dict[str, Any]:
             "running_version": None if state.evaluation is None else state.evaluation.version,
             "last_step": state.last_eval_step,
             "last_reward_mean": state.last_eval_reward,
+            "best_step": state.best_eval_step,
+            "best_reward_mean": state.best_eval_reward,
             "dispatched": evaluation.dispatched,
             "started": evaluation.started,
             "ended": evaluation.ended,

@@ -2,9 +2,10 @@
 
 ::
 
-    <folder>/step-000010/   trainable.safetensors  optimizer.pt  random.pt  meta.json
-    <folder>/best.json      the step of the best checkpoint
-    <folder>/best/          the weights of that step as a Hugging Face folder
+    <folder>/step-000010/                trainable.safetensors  optimizer.pt  random.pt  meta.json
+    <folder>/step-000010/hugging-face/   its weights as a Hugging Face folder, if it was exported
+    <folder>/step-000010/best.json       its mean held-out reward, if it was ever the best
+    <folder>/best                        link to the best checkpoint's ``hugging-face``: the one mark of which it is
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from services.common.errors import TrainingError
+
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
-_TENSORS, _OPTIMIZER, _RANDOM, _META, _BEST = (
+_TENSORS, _OPTIMIZER, _RANDOM, _META, _REWARD = (
     "trainable.safetensors",
     "optimizer.pt",
     "random.pt",
     "meta.json",
     "best.json",
 )
+_BEST = "best"
+EXPORT = "hugging-face"
+"""Name of the export inside a checkpoint."""
 _log = logging.getLogger(__name__)
 
 
@@ -48,6 +54,15 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """Which checkpoint is the best one."""
+
+    step: int
+    reward_mean: float
+    """Its mean held-out reward."""
+
+
+@dataclass(frozen=True, slots=True)
 class _File:
     size_bytes: int
     checksum: int
@@ -58,7 +73,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
     A checkpoint of the same step is replaced.
     """
-    target = folder / f"step-{checkpoint.step:06d}"
+    target = folder_of(folder, checkpoint.step)
     with _Staged(target) as staged:
         save_file({name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}, staged / _TENSORS)
         torch.save(checkpoint.optimizer, staged / _OPTIMIZER)
@@ -67,6 +82,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         meta = {"step": checkpoint.step, "version": checkpoint.version, "files": files}
         (staged / _META).write_text(json.dumps(meta, indent=2), encoding="utf-8")
     return target
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is."""
+    return folder / f"step-{step:06d}"
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
@@ -94,29 +114,62 @@ def drop_newer(folder: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
-def mark_best(folder: Path, step: int) -> None:
-    """Keep the checkpoint of ``step`` whatever its age, in place of the one that was best before."""
-    staged = folder / f".{_BEST}-{uuid.uuid4().hex}"
-    staged.write_text(json.dumps({"step": step}), encoding="utf-8")
-    staged.replace(folder / _BEST)
+def mark_best(folder: Path, best: Best) -> None:
+    """Keep a checkpoint whatever its age, in place of the one that was best before. ``best`` links to its export.
+
+    Raises:
+        TrainingError: it has no export.
+    """
+    path = folder_of(folder, best.step)
+    if not (path / EXPORT).is_dir():
+        raise TrainingError(
+            f"the checkpoint of step {best.step} has no export, so it cannot be marked best.",
+            "The one that was best before stays; look whether something deletes files of the job.",
+        )
+    staged = path / f".{_REWARD}.tmp"
+    staged.write_text(json.dumps({"reward_mean": best.reward_mean}), encoding="utf-8")
+    _sync(staged)
+    staged.replace(path / _REWARD)
+    link = folder / f".{_BEST}-{uuid.uuid4().hex}.tmp"
+    link.symlink_to(Path(path.name) / EXPORT)
+    link.replace(folder / _BEST)  # the mark: from one to the other in one piece
+    _sync(folder)
 
 
-def best_step(folder: Path) -> int | None:
-    """The step of the best checkpoint, if one is marked."""
+def best_of(folder: Path) -> Best | None:
+    """The best checkpoint, if one is marked and there."""
     try:
-        return int(json.loads((folder / _BEST).read_text(encoding="utf-8"))["step"])
+        name = (folder / _BEST).readlink().parent.name
+        reward_mean = json.loads((folder / name / _REWARD).read_text(encoding="utf-8"))["reward_mean"]
+        return Best(int(name.removeprefix("step-")), float(reward_mean))
     except (OSError, ValueError, KeyError):
         return None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints and the best one, and what an interrupted save left behind."""
-    best = best_step(folder)
-    for path in list_checkpoints(folder)[:-keep]:
-        if _step_of(path) != best:
+def prune(folder: Path, keep: int, kept_steps: Collection[int] = ()) -> None:
+    """Delete what is not needed any more, and what an interrupted save left behind.
+
+    The ``keep`` newest checkpoints stay. The best one, the newest one and ``kept_steps`` stay with their exports.
+    """
+    best = best_of(folder)
+    paths = list_checkpoints(folder)
+    whole = {*kept_steps, *(_step_of(path) for path in paths[-1:])} | ({best.step} if best is not None else set())
+    for index, path in enumerate(paths):
+        if _step_of(path) in whole:
+            _remove_leftovers(path)
+        elif index < len(paths) - keep:
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            shutil.rmtree(path / EXPORT, ignore_errors=True)
+    _remove_leftovers(folder)
+
+
+def _remove_leftovers(folder: Path) -> None:
     for leftover in folder.glob(".*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def export_hugging_face(

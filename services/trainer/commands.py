@@ -37,8 +37,19 @@ class SaveCheckpoint:
 
     step: int
     version: int
-    is_best: bool = False
-    """Also export the current weights as a Hugging Face folder, and keep this checkpoint beside the newest."""
+    export: bool = False
+    """Also write the weights as a Hugging Face folder inside the checkpoint."""
+    kept_steps: tuple[int, ...] = ()
+    """Older checkpoints that stay with their exports, beside the newest and the best."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkBest:
+    """Make a checkpoint that was saved with its export the best one. Answered by None."""
+
+    step: int
+    reward_mean: float
+    """Its mean held-out reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class Stop:
     """End the training ranks in good order. Answered by None."""
 
 
-Command = TrainStep | Publish | SaveCheckpoint | Stop
+Command = TrainStep | Publish | SaveCheckpoint | MarkBest | Stop
 
 
 @dataclass(frozen=True, slots=True)

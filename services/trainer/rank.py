@@ -17,7 +17,7 @@ from services.common.transfer import TransferEngine, open_transfer_engine
 from services.trainer import checkpoint as checkpoints
 from services.trainer.backends.base import BatchResult, TrainingBackend, Update
 from services.trainer.backends.torch import TorchBackend
-from services.trainer.commands import Order, Publish, SaveCheckpoint, Stop, TrainStep
+from services.trainer.commands import MarkBest, Order, Publish, SaveCheckpoint, Stop, TrainStep
 from services.trainer.config import TrainerConfig
 from services.trainer.loss import LossSums
 from services.trainer.packing import count_runs, plan_batches
@@ -86,6 +86,8 @@ class TrainingRank:
                 return self._publish(command) if self._rank == 0 else None
             case SaveCheckpoint():
                 return self._save(command) if self._rank == 0 else None
+            case MarkBest():
+                return self._mark_best(command) if self._rank == 0 else None
             case Stop():
                 return None
 
@@ -166,16 +168,20 @@ class TrainingRank:
             random={"torch": torch.get_rng_state()},
         )
         path = checkpoints.save_checkpoint(folder, saved)
-        if command.is_best:
-            checkpoints.mark_best(folder, self.step)
+        if command.export:
             checkpoints.export_hugging_face(
-                folder / "best",
+                path / checkpoints.EXPORT,
                 Path(self._spec.model_path),
                 self._backend.merged_weights(),
                 getattr(torch, self._spec.engine_dtype),
             )
-        checkpoints.prune(folder, self._spec.config.keep_checkpoints)
+        checkpoints.prune(folder, self._spec.config.keep_checkpoints, command.kept_steps)
         return str(path)
+
+    def _mark_best(self, command: MarkBest) -> None:
+        folder = Path(self._spec.checkpoint_dir)
+        checkpoints.mark_best(folder, checkpoints.Best(command.step, command.reward_mean))
+        checkpoints.prune(folder, self._spec.config.keep_checkpoints)
 
 
 def _report(

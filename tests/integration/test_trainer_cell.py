@@ -22,7 +22,7 @@ from services.common.names import RAY_NAMESPACE
 from services.common.transfer import open_transfer_engine
 from services.trainer import checkpoint as checkpoints
 from services.trainer.cell import run_training
-from services.trainer.commands import Order, Publish, SaveCheckpoint, Stop, TrainStep
+from services.trainer.commands import MarkBest, Order, Publish, SaveCheckpoint, Stop, TrainStep
 from services.trainer.config import OptimizerConfig, TrainerConfig
 from services.trainer.mailbox import Mailbox
 from services.trainer.rank import TrainingRank, TrainingSpec
@@ -149,7 +149,8 @@ def test_steps_publication_checkpoint_and_the_end(cluster: None, model_path: str
     with torch.no_grad():
         logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     assert manifest.canary.logprobs == pytest.approx(logprobs.tolist(), abs=1e-4)
-    assert cell.submit(SaveCheckpoint(2, 2, is_best=True)).endswith("step-000002")
+    assert cell.submit(SaveCheckpoint(2, 2, export=True)).endswith("step-000002")
+    cell.submit(MarkBest(2, 0.5))
     saved = checkpoints.load_latest(cell.checkpoint_dir)
     assert saved is not None
     assert saved.step == 2

@@ -13,21 +13,29 @@ from services.common.errors import EngineError, MachineError
 from services.common.ids import JobId
 from services.common.types import CellState
 from services.job import performer as performer_module
+from services.job.commit import Commit, read_commit, with_best
 from services.job.config import JobConfig, TasksConfig
 from services.job.performer import ClusterPerformer, Surroundings
 from services.rollout.types import CellStatus, RunResult, Task
 from services.scheduler.types import (
     AbortRuns,
+    BestMarked,
     CellJoined,
     CellLost,
+    CheckpointSaved,
     Event,
     GroupScored,
+    MarkBest,
     OpenGroup,
+    ResumeState,
     RunEnded,
     RunStarted,
+    SaveCheckpoint,
     ScoreGroup,
     StartRun,
 )
+from services.trainer import commands
+from services.trainer.checkpoint import EXPORT, Best, mark_best
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import GroupResult, GroupSpec
 
@@ -81,6 +89,7 @@ class World:
         )
         self.runner = Actor(run=Method(FINISHED), cancel=Method(None), __ray_ready__=Method(True))
         self.cell = Actor(start=Method("127.0.0.1:1"), status=Method(None), __ray_ready__=Method(True))
+        self.mailbox = Actor(submit=Method(None))
         self.config = JobConfig(tasks=TasksConfig(train="tasks"))
         self.folder = folder
 
@@ -98,7 +107,7 @@ class World:
         return ClusterPerformer(surroundings, self.find)
 
     def find(self, name: str) -> Any:
-        kinds = {"shard-0": self.shard, "runner-0": self.runner, "rollout": self.cell, "train": Actor()}
+        kinds = {"shard-0": self.shard, "runner-0": self.runner, "rollout": self.cell, "train": self.mailbox}
         return kinds[name.rpartition("/")[2]]
 
 
@@ -212,3 +221,31 @@ async def test_only_groups_that_may_be_trained_are_remembered(world: World) -> N
         await performer.perform(ScoreGroup("g000000"), world.events.append)
         assert isinstance(world.events[-1], GroupScored)
         assert ("g000000" in performer._specs) is ready
+
+
+async def test_a_checkpoint_is_committed_when_the_ranks_have_saved_it(world: World) -> None:
+    resume = ResumeState(step=4, version=2)
+    world.mailbox.submit = Method("/elsewhere/step-000004")
+    await world.performer().perform(SaveCheckpoint(4, True, (2,), resume), world.events.append)
+    assert world.mailbox.submit.calls == [(commands.SaveCheckpoint(4, 2, export=True, kept_steps=(2,)),)]
+    assert read_commit(world.folder) == Commit("step-000004", resume)
+    assert world.events == [CheckpointSaved(4)]
+
+
+async def test_the_best_checkpoint_is_marked_by_the_ranks(world: World) -> None:
+    await world.performer().perform(MarkBest(4, 0.5), world.events.append)
+    assert world.mailbox.submit.calls == [(commands.MarkBest(4, 0.5),)]
+    assert world.events == [BestMarked(4)]
+
+
+async def test_a_mark_that_is_newer_than_the_commit_counts_when_the_job_is_resumed(world: World) -> None:
+    world.mailbox.submit = Method("step-000004")
+    resume = ResumeState(step=4, version=4, best_eval_step=0, best_eval_reward=0.25)
+    await world.performer().perform(SaveCheckpoint(4, True, (), resume), world.events.append)
+    checkpoints = world.folder / "trainer" / "checkpoints"
+    (checkpoints / "step-000004" / EXPORT).mkdir(parents=True)
+    mark_best(checkpoints, Best(4, 0.5))
+    commit = read_commit(world.folder)
+    assert commit is not None
+    resumed = with_best(commit.resume, checkpoints)
+    assert (resumed.best_eval_step, resumed.best_eval_reward) == (4, 0.5)

@@ -9,6 +9,7 @@ from typing import TypeVar
 from services.common.types import CellRole
 from services.scheduler.types import (
     Action,
+    BestMarked,
     CellAdmitted,
     CellDrained,
     CellServing,
@@ -16,6 +17,7 @@ from services.scheduler.types import (
     Event,
     FinishJob,
     GroupScored,
+    MarkBest,
     OpenGroup,
     PublicationEnded,
     PublishWeights,
@@ -74,6 +76,8 @@ class IdealPerformer:
                 return [*(CellServing(cell_id, version) for cell_id in cell_ids), PublicationEnded(version)]
             case SaveCheckpoint(step):
                 return [CheckpointSaved(step)]
+            case MarkBest(step):
+                return [BestMarked(step)]
         return []
 
     def did(self, kind: type[ActionT]) -> list[ActionT]:

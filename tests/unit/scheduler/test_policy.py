@@ -128,3 +128,16 @@ def test_held_out_passes_come_every_so_many_steps_at_the_start_and_the_end(
     step, last, every, at_start, at_end, due
 ) -> None:
     assert policy.evaluation_is_due(step, last, 10, every, at_start=at_start, at_end=at_end) is due
+
+
+@pytest.mark.parametrize(
+    ("reward", "best", "is_best", "why"),
+    [
+        (0.0, None, True, "held-out mean reward 0 at step 13 is the first"),
+        (0.61, 0.54, True, "held-out mean reward 0.61 at step 13 beats 0.54 at step 5"),
+        (0.54, 0.54, False, "held-out mean reward 0.54 at step 13 does not beat 0.54 at step 5"),
+        (0.5, 0.54, False, "held-out mean reward 0.5 at step 13 does not beat 0.54 at step 5"),
+    ],
+)
+def test_only_a_higher_held_out_reward_is_a_new_best(reward, best, is_best, why) -> None:
+    assert policy.is_new_best(reward, 13, best, 5) == (is_best, why)

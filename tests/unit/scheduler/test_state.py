@@ -13,6 +13,7 @@ from services.scheduler.types import (
     AbortRuns,
     Action,
     ActionFailed,
+    BestMarked,
     CancelRequested,
     CellDrained,
     CellJoined,
@@ -25,6 +26,7 @@ from services.scheduler.types import (
     FinishJob,
     GroupScored,
     JobStatus,
+    MarkBest,
     OpenGroup,
     PublicationEnded,
     PublishWeights,
@@ -211,6 +213,7 @@ def test_late_news_of_the_last_aborted_attempt_means_nothing() -> None:
         StepTrained(1),
         PublicationEnded(0),
         CheckpointSaved(1),
+        BestMarked(1),
     ],
 )
 def test_an_impossible_event_raises_with_the_history(event) -> None:
@@ -523,22 +526,146 @@ def test_a_publication_waits_for_the_held_out_pass_of_the_version_before() -> No
     assert decided(world, PublishWeights)[-1].version == 1
 
 
-def test_the_final_checkpoint_knows_the_final_held_out_reward() -> None:
-    world = opened(eval_task_names=("e0",), eval_at_end=True)
-    assert world.play(random.Random(0)).status is JobStatus.FINISHED
-    assert [(c.step, c.is_final, c.eval_reward, c.is_best) for c in world.checkpoints] == [(3, True, 0.5, True)]
-    assert [record.version for record in world.evaluations] == [3]
+# -- the best checkpoint ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("best_before", "is_best"), [(None, True), (0.4, True), (0.5, False), (0.9, False)])
-def test_only_a_higher_held_out_reward_makes_the_best_checkpoint(best_before: float | None, is_best: bool) -> None:
-    job = options(steps=3, eval_task_names=("e0",), eval_at_end=True)
-    world = World(job, (4, 4), resume=ResumeState(best_eval_reward=best_before))
+def evaluated(rewards: dict[int, float], resume: ResumeState | None = None, **changes) -> World:
+    """A job with a held-out pass at the start, every second step and the end, before its first event."""
+    numbers = {"steps": 5, "checkpoint_every": 100, "eval_task_names": ("e0",), "eval_every": 2, "eval_at_start": True}
+    world = World(options(**{**numbers, "eval_at_end": True, **changes}), (4, 4), resume)
+    world.eval_reward = lambda version: rewards[version]
     world.join_all()
+    return world
+
+
+def test_each_step_with_a_held_out_pass_is_saved_with_an_export() -> None:
+    world = evaluated({0: 0.5, 2: 0.5, 4: 0.5, 5: 0.5}, checkpoint_every=3)
     world.play(random.Random(0))
-    saved = world.checkpoints[-1]
-    assert saved.is_best is is_best
-    assert saved.resume.best_eval_reward == max(0.5, best_before or 0)
+    assert [record.version for record in world.evaluations] == [0, 2, 4, 5]
+    assert [(c.step, c.export) for c in world.checkpoints] == [(2, True), (3, False), (4, True), (5, True)]
+
+
+def test_steps_inside_a_burst_get_no_export() -> None:
+    world = evaluated({0: 0.5, 2: 0.5, 4: 0.5}, steps=4, steps_per_burst=2, eval_every=1, checkpoint_every=1)
+    world.play(random.Random(0))
+    assert [(c.step, c.export) for c in world.checkpoints] == [(1, False), (2, True), (3, False), (4, True)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "marked", "best"),
+    [
+        ({0: 0.54, 2: 0.61, 4: 0.5, 5: 0.6}, [2], (2, 0.61)),
+        ({0: 0.54, 2: 0.61, 4: 0.5, 5: 0.7}, [2, 5], (5, 0.7)),
+        ({0: 0.5, 2: 0.5, 4: 0.6, 5: 0.6}, [4], (4, 0.6)),  # of equal ones the older stays
+        ({0: 0.8, 2: 0.5, 4: 0.6, 5: 0.7}, [], (0, 0.8)),  # the model as it came has no checkpoint
+    ],
+)
+def test_a_higher_held_out_reward_makes_the_best_checkpoint(rewards, marked, best) -> None:
+    world = evaluated(rewards)
+    assert world.play(random.Random(0)).status is JobStatus.FINISHED
+    assert world.marked == marked
+    evaluation = world.state.snapshot()["evaluation"]
+    assert (evaluation["best_step"], evaluation["best_reward_mean"]) == best
+
+
+def test_the_first_held_out_pass_counts_where_there_was_none_at_the_start() -> None:
+    world = evaluated({2: 0.1, 4: 0.1, 5: 0.0}, eval_at_start=False)
+    world.play(random.Random(0))
+    assert world.marked == [2]
+
+
+def test_a_mark_tells_the_numbers() -> None:
+    world = evaluated({0: 0.54, 2: 0.61, 4: 0.5, 5: 0.5})
+    world.play(random.Random(0))
+    [reason] = [d.reason for _, _, made in world.log for d in made if isinstance(d.action, MarkBest)]
+    assert reason == "held-out mean reward 0.61 at step 2 beats 0.54 at step 0"
+
+
+def test_a_mark_waits_until_its_checkpoint_is_complete() -> None:
+    world = evaluated({0: 0.1, 1: 0.2}, steps=1, eval_every=0)
+    until(world, SaveCheckpoint)
+    save = next(action for action in world.pending if isinstance(action, SaveCheckpoint))
+    world.pending.remove(save)
+    while world.pending:
+        world.answer(0, random.Random(0))
+    assert [record.version for record in world.evaluations] == [0, 1]
+    assert not decided(world, MarkBest)
+    world.pending = [save]
+    answer(world, SaveCheckpoint)
+    assert world.pending == [MarkBest(1, 0.2)]
+
+
+def test_the_job_ends_when_the_mark_is_answered() -> None:
+    for how in (lambda world: answer(world, MarkBest), lambda world: world.fail_one(0)):
+        world = evaluated({0: 0.1, 1: 0.2}, steps=1, eval_every=0)
+        until(world, MarkBest)
+        while len(world.pending) > 1:
+            world.answer(next(i for i, a in enumerate(world.pending) if not isinstance(a, MarkBest)), random.Random(0))
+        assert world.finish is None
+        how(world)
+        assert world.finish is not None
+        assert world.finish.status is JobStatus.FINISHED
+
+
+def test_a_mark_that_failed_leaves_the_reward_to_beat() -> None:
+    world = evaluated({0: 0.1, 2: 0.5, 4: 0.4, 5: 0.3})
+    until(world, MarkBest)
+    world.fail_one(next(i for i, action in enumerate(world.pending) if isinstance(action, MarkBest)))
+    world.play(random.Random(0))
+    assert world.marked == [4]
+
+
+def test_a_cancelled_job_waits_for_the_mark() -> None:
+    world = evaluated({0: 0.1, 2: 0.5})
+    until(world, MarkBest)
+    world.feed(CancelRequested("enough"))
+    assert world.finish is None
+    assert world.play(random.Random(0)).status is JobStatus.CANCELLED
+    assert world.marked == [2]
+
+
+def test_a_checkpoint_in_its_held_out_pass_is_kept() -> None:
+    world = evaluated({0: 0.1, 2: 0.5, 4: 0.1, 5: 0.1}, steps_per_burst=2, checkpoint_every=1, max_concurrent_runs=100)
+    while not (world.state.evaluation and world.state.evaluation.version == 2):
+        world.answer(0, random.Random(0))
+    held = [action for action in world.pending if isinstance(action, StartRun) and action.is_eval]
+    world.pending = [action for action in world.pending if action not in held]
+    until(world, TrainStep)
+    until(world, SaveCheckpoint)
+    assert world.checkpoints[-1].step == 3
+    assert world.checkpoints[-1].kept_steps == (2,)
+    world.pending += held
+    world.play(random.Random(0))
+
+
+def test_a_job_that_died_between_pass_and_mark_repeats_the_pass_and_marks() -> None:
+    rewards = {0: 0.1, 2: 0.5, 4: 0.4, 5: 0.3}
+    world = evaluated(rewards)
+    until(world, MarkBest)
+    again = evaluated(rewards, world.checkpoints[-1].resume)
+    again.play(random.Random(0))
+    assert [record.version for record in again.evaluations] == [2, 4, 5]
+    assert again.marked == [2]
+    assert [c.step for c in again.checkpoints] == [4, 5], "step 2 is on disk, with its export"
+
+
+def test_a_resumed_job_saves_its_step_again_where_a_pass_is_due_and_no_export_is_there() -> None:
+    resume = ResumeState(step=3, version=2, last_eval_step=0, best_eval_step=0, best_eval_reward=0.1)
+    world = evaluated({3: 0.5, 4: 0.4, 5: 0.3}, resume)
+    until(world, SaveCheckpoint)
+    assert [(c.step, c.export) for c in world.checkpoints] == [(3, True)]
+    world.play(random.Random(0))
+    assert world.marked == [3]
+
+
+def test_a_resumed_job_knows_the_reward_to_beat() -> None:
+    world = evaluated({0: 0.1, 2: 0.5, 4: 0.4, 5: 0.3})
+    world.play(random.Random(0))
+    resume = world.checkpoints[-1].resume
+    assert (resume.step, resume.best_eval_step, resume.best_eval_reward) == (5, 2, 0.5)
+    again = evaluated({5: 0.3, 6: 0.45, 7: 0.5}, resume, steps=7)
+    again.play(random.Random(0))
+    assert again.marked == []
 
 
 # -- checkpoints, resume, the end -------------------------------------------------------------------------------------
@@ -547,7 +674,7 @@ def test_only_a_higher_held_out_reward_makes_the_best_checkpoint(best_before: fl
 def test_checkpoints_come_every_so_many_steps_and_at_the_end() -> None:
     world = opened(steps=5, checkpoint_every=2)
     world.play(random.Random(0))
-    assert [(c.step, c.is_final) for c in world.checkpoints] == [(2, False), (4, False), (5, True)]
+    assert [c.step for c in world.checkpoints] == [2, 4, 5]
 
 
 def test_the_next_step_waits_for_the_checkpoint() -> None:
@@ -594,7 +721,7 @@ def test_cancel_waits_for_the_step_in_flight_then_saves() -> None:
     assert not any(isinstance(decision.action, FinishJob | SaveCheckpoint) for decision in decisions)
     answer(world, TrainStep)
     [saved] = world.checkpoints
-    assert (saved.step, saved.is_final) == (1, True)
+    assert saved.step == 1
     answer(world, SaveCheckpoint)
     assert world.finish == FinishJob(JobStatus.CANCELLED, "enough")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.common.types import CellRole
 from services.scheduler.types import CancelRequested, JobStatus, Tick
 from tests.unit.scheduler.world import World, options
+
+
+def reward_of(seed: int) -> Callable[[int], float]:
+    """Held-out rewards that go up, down and nowhere."""
+    return lambda version: random.Random(f"{seed}/{version}").choice([0.2, 0.4, 0.6, 0.8])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -32,11 +38,12 @@ def test_a_job_without_faults_finishes_all_its_steps(seed: int) -> None:
         max_concurrent_runs=rng.choice([1, 5, 100]),
     )
     world = World(job, tuple(rng.randint(1, 6) for _ in range(num_cells)))
+    world.eval_reward = reward_of(seed)
     world.join_all()
     end = world.play(rng)
     assert end.status is JobStatus.FINISHED
     assert world.step == job.steps
-    assert world.checkpoints[-1].is_final
+    assert world.checkpoints[-1].step == job.steps
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -53,6 +60,7 @@ def test_a_job_with_faults_ends(seed: int) -> None:
         max_lost_groups=40,
     )
     world = World(job, tuple(rng.randint(1, 6) for _ in range(num_cells)))
+    world.eval_reward = reward_of(seed)
     world.join_all()
     assert world.play(rng, faults=True).status in (JobStatus.FINISHED, JobStatus.FAILED)
 
@@ -68,8 +76,9 @@ class AnyWorld(RuleBasedStateMachine):
         staleness=st.integers(2, 4),
         evals=st.integers(0, 2),
         max_runs=st.sampled_from([2, 100]),
+        checkpoint_every=st.integers(1, 3),
     )
-    def begin(self, slots, steps, mu, phi, staleness, evals, max_runs) -> None:
+    def begin(self, slots, steps, mu, phi, staleness, evals, max_runs, checkpoint_every) -> None:
         self.rng = random.Random(0)
         job = options(
             num_cells=len(slots),
@@ -83,8 +92,10 @@ class AnyWorld(RuleBasedStateMachine):
             eval_at_end=True,
             max_concurrent_runs=max_runs,
             max_lost_groups=30,
+            checkpoint_every=checkpoint_every,
         )
         self.world = World(job, tuple(slots))
+        self.world.eval_reward = reward_of(steps)
         self.world.join_all()
 
     @property

@@ -6,6 +6,7 @@ It keeps its own books (unfinished runs, slots, roles, versions), so that a wron
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.common.types import CellRole
@@ -13,6 +14,7 @@ from services.scheduler.state import JobState
 from services.scheduler.types import (
     AbortRuns,
     ActionFailed,
+    BestMarked,
     CellAdmitted,
     CellDrained,
     CellJoined,
@@ -27,6 +29,7 @@ from services.scheduler.types import (
     FinishJob,
     GroupScored,
     JobOptions,
+    MarkBest,
     OpenGroup,
     PublicationEnded,
     PublishWeights,
@@ -94,6 +97,13 @@ class World:
         self.log: list[tuple[float, Event, list[Decision]]] = []
         self.evaluations: list[RecordEvaluation] = []
         self.checkpoints: list[SaveCheckpoint] = []
+        self.eval_reward: Callable[[int], float] = lambda version: 0.5
+        """Reward of every held-out run of a version."""
+        self.exported: set[int] = {resume.exported_step} if resume else set()
+        """Steps whose checkpoints are complete, with an export."""
+        self.best: tuple[int, float | None] = (resume.best_eval_step, resume.best_eval_reward) if resume else (-1, None)
+        self.best_before = self.best[1]
+        self.marked: list[int] = []
         self.finish: FinishJob | None = None
         self.trained_staleness: list[int] = []
 
@@ -169,11 +179,18 @@ class World:
                 assert "cell-0" not in cell_ids[:-1], "the core is updated last"
                 self.pending.append(action)
             case SaveCheckpoint():
-                assert action.step == self.step
+                self._check_save(action)
                 self.checkpoints.append(action)
+                self.pending.append(action)
+            case MarkBest(step, reward_mean):
+                assert step in self.exported, "a checkpoint without an export is marked best"
+                assert self.best[1] is None or reward_mean > self.best[1]
+                assert not any(isinstance(other, MarkBest) for other in self.pending)
                 self.pending.append(action)
             case RecordEvaluation():
                 self.evaluations.append(action)
+                if action.version == 0 and self.best[1] is None:
+                    self.best = (0, action.reward_mean)
             case ScoreGroup():
                 self.pending.append(action)
             case FinishJob():
@@ -204,6 +221,14 @@ class World:
         assert len(self.unfinished) <= others, "Eq. 5 does not hold at a departure"
         assert len(self.ready) >= self.options.groups_per_step
         cell.role = CellRole.TO_TRAIN
+
+    def _check_save(self, action: SaveCheckpoint) -> None:
+        assert action.step == self.step
+        assert not any(isinstance(other, SaveCheckpoint) for other in self.pending)
+        if self.state.evaluation is not None and self.state.evaluation.version not in (0, action.step):
+            assert self.state.evaluation.version in action.kept_steps, "a checkpoint in its held-out pass may go"
+        if len(self.checkpoints) > 0 and self.checkpoints[-1].step != action.step:
+            assert self.checkpoints[-1].step in action.kept_steps, "the last commit's checkpoint may go"
 
     def _check_step(self, action: TrainStep) -> None:
         core = self.cells.get("cell-0")
@@ -243,8 +268,13 @@ class World:
                 self.feed(StepTrained(step, num_tokens=10))
             case PublishWeights(version, cell_ids):
                 self._answer_publication(version, cell_ids, rng, faults)
-            case SaveCheckpoint(step):
+            case SaveCheckpoint(step, export):
+                self.exported |= {step} if export else set()
                 self.feed(CheckpointSaved(step))
+            case MarkBest(step, reward_mean):
+                self.best = (step, reward_mean)
+                self.marked.append(step)
+                self.feed(BestMarked(step))
 
     def _answer_run(self, action: StartRun, rng: random.Random, faults: bool) -> None:
         key = (action.run_id, action.attempt)
@@ -277,7 +307,9 @@ class World:
                 self.ready.add(group_id)
             else:
                 self._end_group(group_id, "lost")
-        self.feed(GroupScored(group_result(group_id, ready=ready, reason="" if ready else "all rewards are equal")))
+        reward = self.eval_reward(spec.version) if spec.is_eval else 0.5
+        reason = "" if ready else "all rewards are equal"
+        self.feed(GroupScored(group_result(group_id, ready=ready, reward=reward, reason=reason)))
 
     def _answer_switch(self, cell_id: str, role: CellRole) -> None:
         cell = self.cells[cell_id]
@@ -355,8 +387,26 @@ class World:
         assert self.finish is not None
         if self.finish.status == "failed":
             return
+        assert not any(isinstance(action, SaveCheckpoint | MarkBest) for action in self.pending)
+        if self.finish.status == "finished":
+            self.check_best()
         open_groups = set(self.specs) - set(self.ends) - self.ready
         assert not open_groups, f"groups without an end: {open_groups}"
         for spec in self.specs.values():
             if self.ends.get(spec.group_id) == "trained":
                 assert not self.unfinished & set(spec.run_ids)
+
+    def check_best(self) -> None:
+        """Each version whose held-out pass was better than all before is marked, if a checkpoint can hold it."""
+        assert {record.version for record in self.evaluations} <= self.exported | {0}
+        failed = [
+            e.action.step for _, e, _ in self.log if isinstance(e, ActionFailed) and isinstance(e.action, MarkBest)
+        ]
+        best, expected = self.best_before, []
+        for record in self.evaluations:
+            if record.reward_mean is not None and (best is None or record.reward_mean > best):
+                if record.version in failed:
+                    continue
+                best = record.reward_mean
+                expected += [record.version] if record.version else []
+        assert self.marked == expected

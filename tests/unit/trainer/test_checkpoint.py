@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from services.common.errors import TrainingError
 from services.trainer import checkpoint as checkpoints
-from services.trainer.checkpoint import Checkpoint
+from services.trainer.checkpoint import Best, Checkpoint
 
 
 def make(step: int) -> Checkpoint:
@@ -85,17 +86,70 @@ def test_interrupted_save_leaves_the_older_one_and_no_half_folder(
     assert not killed.exists()
 
 
+def save(folder: Path, step: int, *, export: bool = True) -> Path:
+    path = checkpoints.save_checkpoint(folder, make(step))
+    if export:
+        (path / checkpoints.EXPORT).mkdir()
+        (path / checkpoints.EXPORT / "config.json").write_text(str(step))
+    return path
+
+
+def exported(folder: Path) -> list[str]:
+    return [path.name for path in checkpoints.list_checkpoints(folder) if (path / checkpoints.EXPORT).exists()]
+
+
 def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
-        checkpoints.save_checkpoint(tmp_path, make(step))
+        save(tmp_path, step)
         if step == 2:
-            checkpoints.mark_best(tmp_path, 2)
+            checkpoints.mark_best(tmp_path, Best(2, 0.5))
         checkpoints.prune(tmp_path, keep=2)
     assert steps(tmp_path) == ["step-000002", "step-000004", "step-000005"]
-    checkpoints.mark_best(tmp_path, 5)
+    checkpoints.mark_best(tmp_path, Best(5, 0.6))
     checkpoints.prune(tmp_path, keep=2)
     assert steps(tmp_path) == ["step-000004", "step-000005"]
-    assert checkpoints.best_step(tmp_path) == 5
+
+
+def test_exports_of_the_best_the_newest_and_those_that_wait_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step)
+    checkpoints.mark_best(tmp_path, Best(1, 0.5))
+    checkpoints.prune(tmp_path, keep=3, kept_steps=(2,))
+    assert steps(tmp_path) == [f"step-00000{step}" for step in (1, 2, 4, 5, 6)]
+    assert exported(tmp_path) == [f"step-00000{step}" for step in (1, 2, 6)]
+
+
+def test_best_is_a_link_to_the_export_and_moves_in_one_piece(tmp_path: Path) -> None:
+    assert checkpoints.best_of(tmp_path) is None
+    for step, reward_mean in ((1, 0.5), (2, 0.75)):
+        save(tmp_path, step)
+        checkpoints.mark_best(tmp_path, Best(step, reward_mean))
+        assert checkpoints.best_of(tmp_path) == Best(step, reward_mean)
+        assert (tmp_path / "best" / "config.json").read_text() == str(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-000001", "step-000002"]
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    assert checkpoints.best_of(moved) == Best(2, 0.75)
+    assert (moved / "best" / "config.json").exists()
+
+
+def test_a_checkpoint_without_an_export_is_not_marked(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    checkpoints.mark_best(tmp_path, Best(1, 0.5))
+    save(tmp_path, 2, export=False)
+    for step in (2, 3):
+        with pytest.raises(TrainingError, match="no export"):
+            checkpoints.mark_best(tmp_path, Best(step, 0.6))
+    assert checkpoints.best_of(tmp_path) == Best(1, 0.5)
+
+
+def test_what_an_interrupted_mark_or_export_left_behind_is_removed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (tmp_path / ".best-abc.tmp").symlink_to("step-000001/hugging-face")
+    (path / ".hugging-face-abc.tmp").mkdir()
+    (path / ".best.json.tmp").write_text("{")
+    checkpoints.prune(tmp_path, keep=1)
+    assert exported(tmp_path) == ["step-000001"]
+    assert not [*tmp_path.glob(".*"), *path.glob(".*")]
 
 
 def test_same_step_is_replaced(tmp_path: Path) -> None:

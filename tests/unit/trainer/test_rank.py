@@ -10,8 +10,9 @@ import torch
 
 from services.common.errors import TrainingError
 from services.common.models import resolve_model
+from services.trainer import checkpoint as checkpoints
 from services.trainer import rank as rank_module
-from services.trainer.commands import Order, Publish, TrainStep
+from services.trainer.commands import MarkBest, Order, Publish, SaveCheckpoint, TrainStep
 from services.trainer.config import TrainerConfig
 from services.trainer.rank import TrainingRank, TrainingSpec
 from services.trainer.types import MicroStep, WeightManifest
@@ -55,3 +56,47 @@ def test_version_published_last_can_be_asked_for_again_after_a_step(rank: Traini
 def test_step_out_of_order_is_refused(rank: TrainingRank) -> None:
     with pytest.raises(TrainingError, match="stand at step 0"):
         do(rank, TrainStep(2, -1, 1.0, ()))
+
+
+def take_step(rank: TrainingRank) -> None:
+    micro_step = make_micro_step(rank.step + 1)
+    do(rank, TrainStep(rank.step + 1, -1, 1.0, (micro_step,)), [micro_step])
+
+
+def test_best_holds_the_weights_of_its_own_step(rank: TrainingRank, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    take_step(rank)
+    do(rank, SaveCheckpoint(1, 0, export=True))
+    weights = {name: tensor.clone() for name, tensor in rank._backend.merged_weights()}
+    take_step(rank)
+    do(rank, SaveCheckpoint(2, 1, kept_steps=(1,)))
+    assert checkpoints.best_of(tmp_path / "saved") is None
+    do(rank, MarkBest(1, 0.5))  # its held-out pass ended after the next step
+    assert checkpoints.best_of(tmp_path / "saved") == checkpoints.Best(1, 0.5)
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "best")
+    assert all(torch.equal(best.get_parameter(name), tensor) for name, tensor in weights.items())
+
+
+def test_only_exports_that_can_still_be_the_best_stay(rank: TrainingRank, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    for step in (1, 2, 3, 4):
+        take_step(rank)
+        do(rank, SaveCheckpoint(step, step - 1, export=True))
+        if step == 1:
+            do(rank, MarkBest(1, 0.5))
+    paths = checkpoints.list_checkpoints(saved)
+    assert [path.name for path in paths] == ["step-000001", "step-000003", "step-000004"]
+    assert [path.name for path in paths if (path / "hugging-face").exists()] == ["step-000001", "step-000004"]
+    do(rank, MarkBest(4, 0.6))
+    assert [path.name for path in checkpoints.list_checkpoints(saved)] == ["step-000003", "step-000004"]
+
+
+def test_a_step_that_is_on_disk_gets_its_export_later(rank: TrainingRank, tmp_path: Path) -> None:
+    take_step(rank)
+    do(rank, SaveCheckpoint(1, 0))
+    with pytest.raises(TrainingError, match="no export"):
+        do(rank, MarkBest(1, 0.5))
+    do(rank, SaveCheckpoint(1, 1, export=True))
+    do(rank, MarkBest(1, 0.5))
+    assert (tmp_path / "saved" / "best" / "config.json").exists()
