@@ -32,6 +32,7 @@ from services.common.names import (
 )
 from services.common.remote import cause_of, one_line
 from services.job.cluster import check_resources, ray_cluster, serve_ingress
+from services.job.commit import with_best
 from services.job.config import public_config
 from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
@@ -121,6 +122,7 @@ class _Job:
         plan, config, job_id = self._plan, self._config, self._plan.job_id
         if plan.commit is not None:
             drop_newer(plan.checkpoints, plan.commit.resume.step)
+            self._resume = with_best(plan.commit.resume, plan.checkpoints)
         self._start_shards()
         self._start_cells()
         mailbox_name = mailbox_actor(job_id, make_cell_id(0))

@@ -78,7 +78,7 @@ class TrainerConfig(BaseModel):
     gradient_checkpointing: bool = False
     """Keep one layer's activations instead of all: about a third more time for far less memory."""
     checkpoint_every: int = Field(default=5, ge=1)
-    """Steps between checkpoints; one is always made at the end."""
+    """Steps between checkpoints; one is also made for each held-out pass, and at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept; the best one is kept beside them."""
     transfer_protocol: Literal["tcp", "rdma"] = "tcp"
