@@ -61,6 +61,7 @@ def train(
     console.print(plan.table())
     if dry_run:
         return
+    console.print("starting Ray")
     from services.job.launch import run_job
 
     raise typer.Exit(run_job(plan, console))
@@ -161,9 +162,10 @@ def main() -> None:
         app()
     except TidegateError as error:
         message = Console(stderr=True)
-        message.print(f"error: {error.message}", style="red", markup=False, highlight=False)
+        # soft_wrap: a message is broken by the terminal, or not at all in a log
+        message.print(f"error: {error.message}", style="red", markup=False, highlight=False, soft_wrap=True)
         if error.hint:
-            message.print(error.hint, markup=False, highlight=False)
+            message.print(error.hint, markup=False, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
 
 

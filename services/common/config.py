@@ -63,6 +63,10 @@ def _describe(error: ValidationError, model: type[BaseModel], path: Path) -> str
         text = item["msg"]
         if item["type"] == "extra_forbidden":
             text = "unknown key" + _nearest(str(item["loc"][-1]), model)
+        elif item["type"] == "tuple_type":
+            text = "must be a list, as [first, second]"
+        elif item["type"] in ("model_type", "model_attributes_type"):
+            text = f"is a section; set its keys, as {key}.KEY=value"
         lines.append(f"  {key or '(top)'}: {text}")
     return f"{path}:\n" + "\n".join(lines) + "\n"
 

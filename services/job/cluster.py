@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -102,18 +103,21 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def check_port(host: str, port: int, key: str) -> None:
-    """Raise ``MachineError`` if a port that the configuration names is taken."""
-    if port == 0:
-        return
+def check_port(host: str, port: int, host_key: str, port_key: str) -> None:
+    """Raise ``MachineError`` if this machine cannot listen on what the configuration names; any port may be 0."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if port == 0 or error.errno != errno.EADDRINUSE:
+                raise MachineError(
+                    f"{host_key}: cannot listen on {host}:{port} ({error.strerror}).",
+                    f"Set {host_key} to an IPv4 address or a name of this machine.",
+                ) from None
             raise MachineError(
-                f"{key}: {host}:{port} cannot be used ({error.strerror}).",
-                f"Free the port, or set {key} to another port, or to 0 for a free one.",
+                f"{port_key}: {host}:{port} cannot be used ({error.strerror}).",
+                f"Free the port, or set {port_key} to another port, or to 0 for a free one.",
             ) from None
 
 

@@ -374,7 +374,9 @@ def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: fl
     plot_reward(plan.folder, plan.job_id)
     console.print(summary_table(summary, plan.folder))
     if snapshot["status"] == JobStatus.FAILED:
-        Console(stderr=True).print(f"error: {snapshot['reason']}", style="red", markup=False, highlight=False)
+        Console(stderr=True).print(
+            f"error: {snapshot['reason']}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 @contextlib.contextmanager

@@ -83,9 +83,9 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     require_sandbox(config.rollout.sandbox)
     check_harness(config.rollout.harness)
     check_wandb(config.output.wandb_project)
-    if not cluster_address(config.ray):  # jobs of one cluster share the port of its ingress
-        check_port(config.proxy.host, config.proxy.port, "proxy.port")
-    check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_port")
+    if not cluster_address(config.ray):  # in a cluster others listen: its ingress is shared, actors lie on any node
+        check_port(config.proxy.host, config.proxy.port, "proxy.host", "proxy.port")
+        check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_host", "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
     check_model(model_path)
     check_architecture(load_architecture(model_path))

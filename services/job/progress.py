@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 _PLAIN_EVERY_S = 15.0
+_NO_CELL = "the cells are starting"
 
 
 class Progress:
@@ -65,7 +66,8 @@ class Progress:
         return (
             f"step {snapshot['step']}/{self._steps}, version {snapshot['version']}, "
             f"runs {snapshot['ended']} ended of {snapshot['dispatched']} (water level {snapshot['water_level']}), "
-            f"ready groups {snapshot['ready_groups']}, {self._tokens_per_s:.0f} tokens/s, {roles}"
+            f"ready groups {snapshot['ready_groups']}, {self._tokens_per_s:.0f} tokens/s, "
+            f"{roles or _NO_CELL}"
         )
 
     def _panel(self, snapshot: dict[str, Any], last_step: dict[str, Any] | None) -> Panel:
@@ -86,7 +88,8 @@ class Progress:
             f"lost {snapshot['lost_groups']}\n"
             f"mean reward {reward}   {self._tokens_per_s:.0f} tokens/s sampled"
         )
-        return Panel(Group(lines, Text(), cells), title=self._job_id, title_align="left")
+        below = cells if snapshot["cells"] else Text(_NO_CELL)
+        return Panel(Group(lines, Text(), below), title=self._job_id, title_align="left")
 
 
 def step_line(line: dict[str, Any], steps: int) -> str:

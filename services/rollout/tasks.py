@@ -35,6 +35,10 @@ def load_task_set(folder: str | Path) -> list[Task]:
             "Set tasks.train (or heldout) to a folder that holds task folders; a relative path starts at the "
             "configuration file.",
         )
+    if (root / "instruction.md").exists():
+        raise ConfigError(
+            f"{root} is a task, not a folder of tasks.", f"Write {root.parent} to take all that are in it."
+        )
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not folders:
         raise ConfigError(

@@ -41,6 +41,8 @@ def test_overrides_win_over_the_file_and_are_typed(tmp_path: Path) -> None:
         ("- 1\n", [], "mapping"),
         ("name: small\n", [], "tasks: Field required"),
         (MINIMAL, ["trainer.tune.kind=qlora"], "trainer.tune"),
+        (MINIMAL, ["rollout.harness.command=python3"], "rollout.harness.command: must be a list"),
+        (MINIMAL, ["rollout.sandbox=none"], "rollout.sandbox: is a section; set its keys"),
     ],
 )
 def test_a_wrong_configuration_names_the_key(tmp_path: Path, text: str, overrides: list[str], expected: str) -> None:

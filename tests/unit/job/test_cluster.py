@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from services.common.errors import MachineError
-from services.job.cluster import check_port, check_resources, free_port
-from services.job.config import JobConfig
+from services.job.cluster import check_port, check_resources, cluster_address, free_port
+from services.job.config import JobConfig, RayConfig
 
 
 def job(**sections: object) -> JobConfig:
@@ -32,6 +32,20 @@ def test_a_taken_port_is_named_with_its_key() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(MachineError, match=rf"proxy\.port: 127\.0\.0\.1:{port}"):
-            check_port("127.0.0.1", port, "proxy.port")
-    check_port("127.0.0.1", free_port(), "proxy.port")
-    check_port("127.0.0.1", 0, "proxy.port")
+            check_port("127.0.0.1", port, "proxy.host", "proxy.port")
+    check_port("127.0.0.1", free_port(), "proxy.host", "proxy.port")
+    check_port("127.0.0.1", 0, "proxy.host", "proxy.port")
+
+
+@pytest.mark.parametrize("port", [0, 7000])
+def test_an_address_of_another_machine_is_named_with_its_key(port: int) -> None:
+    with pytest.raises(MachineError, match=r"proxy\.host: cannot listen on 192\.0\.2\.1"):
+        check_port("192.0.2.1", port, "proxy.host", "proxy.port")
+
+
+def test_a_job_joins_the_cluster_that_is_configured_or_surrounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert cluster_address(RayConfig()) == ""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert cluster_address(RayConfig()) == "127.0.0.1:6379"
+    assert cluster_address(RayConfig(address="10.0.0.1:6379")) == "10.0.0.1:6379"

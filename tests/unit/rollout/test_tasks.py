@@ -101,6 +101,12 @@ def load_script() -> ModuleType:
     return module
 
 
+def test_a_task_in_place_of_a_set_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a task, not a folder of tasks") as error:
+        load_task_set(write_task(tmp_path / "greet"))
+    assert str(tmp_path) in error.value.hint
+
+
 def test_example_tasks_are_what_their_script_makes() -> None:
     assert load_script().is_fresh(PROJECT / "examples" / "tasks"), "run `make tasks`"
 
