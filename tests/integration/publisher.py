@@ -35,13 +35,14 @@ class Publisher:
         self._transfer.close()
 
     def model(self, seed: int | None = None) -> torch.nn.Module:
-        """The model as saved, or with a large change of all its weights."""
+        """The model as saved, or with a large change of all its weights (then it never ends an answer by itself)."""
         model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=torch.float32).eval()
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter += torch.randn(parameter.shape, generator=generator) * 0.2
+                model.get_output_embeddings().weight[model.config.eos_token_id] = 0  # its logit is 0, another's above
         return model
 
     def publish(self, version: int, model: torch.nn.Module) -> WeightManifest:
