@@ -90,8 +90,12 @@ def runs_list(
     outcome: Annotated[str, typer.Option(help="Only runs with this outcome ('unfinished' for live ones).")] = "",
 ) -> None:
     """List a job's runs, newest last."""
+    from services.trajectory.outcome import Outcome
     from services.trajectory.store import list_runs
 
+    known = [str(name) for name in Outcome] + ["unfinished"]
+    if outcome and outcome not in known:
+        raise NotFoundError(f"no outcome {outcome!r}.", f"Outcomes are {', '.join(known)}.")
     summaries = list_runs(_store_of(job))
     if outcome:
         summaries = [run for run in summaries if (run.outcome or "unfinished") == outcome]

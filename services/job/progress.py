@@ -72,7 +72,7 @@ class Progress:
 
     def _panel(self, snapshot: dict[str, Any], last_step: dict[str, Any] | None) -> Panel:
         cells = Table("cell", "role", "state", "version", "runs/slots", box=None, padding=(0, 2))
-        for cell in snapshot["cells"]:
+        for cell in sorted(snapshot["cells"], key=lambda cell: str(cell["cell_id"])):
             name = f"{cell['cell_id']}{' (core)' if cell['is_core'] else ''}"
             cells.add_row(
                 name, cell["role"], cell["state"], str(cell["version"]), f"{cell['num_runs']}/{cell['slots']}"
@@ -97,7 +97,7 @@ def step_line(line: dict[str, Any], steps: int) -> str:
     reward = "-" if line["reward_mean"] is None else f"{line['reward_mean']:.3f}"
     error = "" if line["reward_sem"] is None else f" ± {line['reward_sem']:.3f}"
     return (
-        f"step {line['step']}/{steps}: mean reward {reward}{error} ({line['num_scored_runs']} runs), "
-        f"loss {line['loss']:+.4f}, gradient norm {line['grad_norm']:.2f}, "
-        f"{line['train_tokens']} tokens in {line['train_s']:.0f} s"
+        f"step {line['step']}/{steps}: reward {reward}{error} ({line['num_scored_runs']} runs), "
+        f"loss {line['loss']:+.4f}, gradient {line['grad_norm']:.2f}, "
+        f"{line['train_tokens']} tokens in {line['train_s']:.1f} s"
     )

@@ -89,6 +89,7 @@ def plot_reward(folder: Path, title: str) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     lines = read_metrics(folder)
     steps = [line for line in newest_by_step(lines, "step") if line["reward_mean"] is not None]
@@ -112,7 +113,11 @@ def plot_reward(folder: Path, title: str) -> None:
             linestyle="--",
             label="held-out pass rate",
         )
-    axes.set(xlabel="optimizer step", ylabel="reward, pass rate", title=title, ylim=(0, 1.02))
+    # rewards mostly lie in [0, 1]; a task may give others
+    values = [line["reward_mean"] for line in steps] + [line["pass_rate"] for line in evaluations]
+    bounds = (min([0.0, *values]), max([1.02, *values]))
+    axes.set(xlabel="optimizer step", ylabel="reward, pass rate", title=title, ylim=bounds)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if steps or evaluations:
         axes.legend(loc="best", fontsize=8)

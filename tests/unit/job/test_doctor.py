@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from services.job import doctor
@@ -26,3 +28,10 @@ def test_a_package_that_is_missing_says_what_to_install() -> None:
     finding = doctor._distribution(("no-such-package",), "nothing")
     assert finding.verdict is Verdict.FAIL
     assert "make setup" in finding.hint
+
+
+def test_noise_of_a_library_is_not_in_the_report(capfd: pytest.CaptureFixture[str]) -> None:
+    with doctor._no_stderr():
+        os.write(2, b"E1129 odd\n")
+    os.write(2, b"heard\n")
+    assert capfd.readouterr().err == "heard\n"
