@@ -61,13 +61,14 @@ def ray_cluster(config: RayConfig) -> Iterator[bool]:
                 logging_level=logging.ERROR,
                 _temp_dir=str(Path(config.temp_dir).expanduser().resolve()) if config.temp_dir else None,
             )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # a node that was not up after Ray's 30 s is a bare Exception
         hint = (
             f"Is the cluster at {address} up, and of the same Ray version?"
             if address
-            else "Free memory, disk or ports, or set ray.temp_dir to a folder with room."
+            else "Free memory, disk or ports, or set ray.temp_dir to a folder with room; on a busy machine, try again."
         )
-        raise MachineError(f"cannot {'join' if address else 'start'} Ray: {error}.", hint) from error
+        reason = str(error).strip().rstrip(".")
+        raise MachineError(f"cannot {'join' if address else 'start'} Ray: {reason}.", hint) from error
     try:
         yield not address
     finally:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from services.common.errors import MachineError
-from services.job.cluster import check_port, check_resources, cluster_address, free_port
+from services.job.cluster import check_port, check_resources, cluster_address, free_port, ray_cluster
 from services.job.config import JobConfig, RayConfig
 
 
@@ -49,3 +49,17 @@ def test_a_job_joins_the_cluster_that_is_configured_or_surrounds_it(monkeypatch:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     assert cluster_address(RayConfig()) == "127.0.0.1:6379"
     assert cluster_address(RayConfig(address="10.0.0.1:6379")) == "10.0.0.1:6379"
+
+
+def test_ray_that_does_not_start_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("services.job.cluster.ray.init", fail)
+    with (
+        pytest.raises(MachineError, match=r"cannot start Ray: .*during startup\. Free memory") as error,
+        ray_cluster(RayConfig()),
+    ):
+        pass
+    assert "try again" in error.value.hint
