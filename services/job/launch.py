@@ -38,7 +38,7 @@ from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
 from services.job.process import peak_memory, signals_interrupt
 from services.job.progress import Progress
-from services.job.report import make_summary, plot_reward, read_metrics, summary_table, write_json
+from services.job.report import make_summary, plot_reward, read_metrics, summary_table, what_runs_say, write_json
 from services.proxy.deployment import ProxySettings, proxy_application
 from services.rollout.actor import Runner
 from services.rollout.cell import RolloutCell
@@ -374,9 +374,10 @@ def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: fl
     plot_reward(plan.folder, plan.job_id)
     console.print(summary_table(summary, plan.folder))
     if snapshot["status"] == JobStatus.FAILED:
-        Console(stderr=True).print(
-            f"error: {snapshot['reason']}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        message = Console(stderr=True)
+        message.print(f"error: {snapshot['reason']}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if hint := what_runs_say(runs, plan.folder):
+            message.print(hint, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from services.trajectory.outcome import Outcome
+from services.trajectory.types import RunSummary
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -71,6 +76,20 @@ def make_summary(
         "wall_s": wall_s,
         "peak_rss_bytes": peak_rss_bytes,
     }
+
+
+def what_runs_say(runs: Sequence[RunSummary], folder: Path) -> str:
+    """If most runs ended badly, how, with the newest one's words and where its logs are; else an empty text."""
+    ended = [run for run in runs if run.outcome not in (None, Outcome.CANCELLED)]
+    bad = Counter(run.outcome for run in ended if run.outcome is not Outcome.FINISHED)
+    if 2 * sum(bad.values()) <= len(ended):
+        return ""
+    ((outcome, count),) = bad.most_common(1)
+    last = [run for run in ended if run.outcome is outcome][-1]
+    return (
+        f"{count} of {len(ended)} runs ended with {outcome}, the last one: {last.detail}. "
+        f"See {folder / 'attempts' / f'{last.run_id}-a{last.attempt}'}."
+    )
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ from rich.console import Console
 
 from services.common.errors import MachineError
 from services.job.recorder import Recorder, check_wandb, evaluation_figures, mean_and_sem, pass_at_k
-from services.job.report import make_summary, plot_reward, read_metrics, summary_table
+from services.job.report import make_summary, plot_reward, read_metrics, summary_table, what_runs_say
 from services.trainer.types import StepReport
-from services.trajectory.types import GroupResult
+from services.trajectory.outcome import Outcome
+from services.trajectory.types import GroupResult, RunSummary
 
 
 def report(step: int, diff: float = 1e-5) -> StepReport:
@@ -113,3 +114,17 @@ def test_wandb_is_asked_for_before_work_starts(monkeypatch: pytest.MonkeyPatch) 
     check_wandb("")
     with pytest.raises(MachineError, match="wandb is not installed"):
         check_wandb("my-project")
+
+
+def _run(run_id: str, outcome: Outcome | None, detail: str = "") -> RunSummary:
+    return RunSummary(run_id, "g000000", "t", 1, outcome, 0.0, None, 0, 0, 0, None, None, 1.0, False, detail)
+
+
+def test_a_failed_job_says_how_most_of_its_runs_ended(tmp_path: Path) -> None:
+    good = [_run("g000000-r0", Outcome.FINISHED), _run("g000000-r1", Outcome.FINISHED)]
+    bad = [_run(f"g000001-r{n}", Outcome.HARNESS_CRASH, f"exit code {n}") for n in range(3)]
+    unfinished = _run("g000002-r0", None)
+    assert what_runs_say([], tmp_path) == what_runs_say([*good, bad[0], unfinished], tmp_path) == ""
+    said = what_runs_say([*good, *bad, unfinished], tmp_path)
+    assert said.startswith("3 of 5 runs ended with harness_crash, the last one: exit code 2. ")
+    assert str(tmp_path / "attempts" / "g000001-r2-a1") in said
