@@ -74,7 +74,7 @@ $(VENV)/.installed: requirements-cpu.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-cpu.lock
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 .PHONY: debian
