@@ -6,7 +6,6 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 DEBIAN_PACKAGES := bubblewrap socat libibverbs1 ibverbs-providers libnuma1 libcurl4
-export TIDEGATE_CACHE ?= $(CURDIR)/.cache
 export TIDEGATE_HARNESS_DIR ?= $(CURDIR)/.harness
 export OMP_NUM_THREADS ?= 1
 

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
@@ -50,17 +51,7 @@ def ray_cluster(config: RayConfig) -> Iterator[bool]:
                 logging_level=logging.ERROR,
             )
         else:
-            ray.init(
-                address="local",
-                namespace=RAY_NAMESPACE,
-                runtime_env=runtime_env,
-                num_cpus=config.num_cpus or max(4, os.cpu_count() or 1),
-                object_store_memory=config.object_store_bytes,
-                include_dashboard=config.dashboard,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(Path(config.temp_dir).expanduser().resolve()) if config.temp_dir else None,
-            )
+            _start_local(config, runtime_env)
     except Exception as error:  # a node that was not up after Ray's 30 s is a bare Exception
         hint = (
             f"Is the cluster at {address} up, and of the same Ray version?"
@@ -73,6 +64,29 @@ def ray_cluster(config: RayConfig) -> Iterator[bool]:
         yield not address
     finally:
         ray.shutdown()
+
+
+def _start_local(config: RayConfig, runtime_env: dict[str, Any]) -> None:
+    """Start a cluster on this machine. Ray gives a node 30 s, which a busy machine can miss once."""
+    for is_last in (False, True):
+        try:
+            ray.init(
+                address="local",
+                namespace=RAY_NAMESPACE,
+                runtime_env=runtime_env,
+                num_cpus=config.num_cpus or max(4, os.cpu_count() or 1),
+                object_store_memory=config.object_store_bytes,
+                include_dashboard=config.dashboard,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(Path(config.temp_dir).expanduser().resolve()) if config.temp_dir else None,
+            )
+        except Exception as error:
+            ray.shutdown()
+            if is_last or "timed out" not in str(error).lower():
+                raise
+        else:
+            return
 
 
 def cluster_address(config: RayConfig) -> str:

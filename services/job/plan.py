@@ -168,12 +168,12 @@ def _commit_of(folder: Path) -> Commit:
 
 
 def _newest_job(output: Path, name: str) -> Path:
-    """The newest job folder of this name."""
+    """The newest job folder of this name, of those that have a checkpoint if any has."""
     found = []
     for path in output.glob(f"{name}-*/job.json"):
         job = json.loads(path.read_text(encoding="utf-8"))
         if job["name"] == name:
-            found.append((job["created_at_s"], path.parent))
+            found.append(((path.parent / "commit.json").exists(), job["created_at_s"], path.parent))
     if not found:
         raise ConfigError(f"no job named {name!r} in {output} to resume.", "Start it without --resume.")
-    return max(found)[1]
+    return max(found)[-1]

@@ -13,6 +13,11 @@ from services.common.types import CellRole, CellState
 from services.scheduler import policy
 from services.scheduler.cells import Cell
 from services.scheduler.types import JobStatus, PublishWeights, StartRun, SwitchCell, TrainStep
+from services.trajectory.outcome import OUTCOME_TABLE, Outcome
+
+_BROKEN = (Outcome.HARNESS_CRASH,)
+"""Outcomes that count, but show no working harness where nothing else is seen."""
+_MIN_RUNS_TO_JUDGE = 16
 
 if TYPE_CHECKING:
     from services.scheduler.state import JobState
@@ -205,6 +210,19 @@ def _finish_when_done(state: JobState) -> bool:
     return True
 
 
+def _give_up_when_no_run_works(state: JobState) -> bool:
+    """The harness, the verifier or the engine is set up wrong: going on would only repeat it."""
+    outcomes = state.book.num_outcomes
+    num_ended = sum(outcomes.values())
+    if num_ended < max(_MIN_RUNS_TO_JUDGE, 2 * state.options.group_size):
+        return False
+    if any(OUTCOME_TABLE[Outcome(name)].counted for name in outcomes if name not in _BROKEN):
+        return False
+    told = ", ".join(f"{name} {count}" for name, count in sorted(outcomes.items()))
+    state.begin_ending(JobStatus.FAILED, f"none of the first {num_ended} runs worked: {told}")
+    return True
+
+
 def _give_up_when_stuck(state: JobState) -> bool:
     """Nothing may wait for what cannot come."""
     if any(cell.may_return for cell in state.cells):
@@ -250,6 +268,7 @@ RULES: tuple[Callable[[JobState], bool], ...] = (
     _leave_rollout,
     _start_runs,
     _finish_when_done,
+    _give_up_when_no_run_works,
     _give_up_when_stuck,
 )
 """Tried in this order until none decides anything."""

@@ -455,6 +455,17 @@ def test_a_job_gives_up_when_no_restart_brings_a_cell_back() -> None:
     assert world.finish.status is JobStatus.FAILED
 
 
+@pytest.mark.parametrize(("outcome", "gives_up"), [(Outcome.HARNESS_CRASH, True), (Outcome.HARNESS_TIMEOUT, False)])
+def test_a_job_gives_up_when_none_of_its_first_runs_works(outcome: Outcome, gives_up: bool) -> None:
+    world = opened((8, 8), group_size=8)
+    world.usual_outcome = outcome
+    for _ in range(400):
+        if world.finish is not None or not world.pending:
+            break
+        world.answer(0, random.Random(0))
+    assert (world.finish is not None and "none of the first" in world.finish.reason) is gives_up
+
+
 def test_without_a_live_cell_the_job_fails() -> None:
     world = opened((4, 4))
     world.lose("cell-1")

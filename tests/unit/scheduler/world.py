@@ -86,6 +86,7 @@ class World:
         self.cells: dict[str, WorldCell] = {}
         self.slots = {f"cell-{index}": count for index, count in enumerate(slots)}
         self.pending: list[object] = []
+        self.usual_outcome = Outcome.FINISHED
         self.attempts: dict[tuple[str, int], str] = {}
         self.specs: dict[str, GroupSpec] = {}
         self.unfinished: set[str] = set()
@@ -284,7 +285,7 @@ class World:
             self.pending.append(action)
             self.feed(RunStarted(*key))
             return
-        outcome = Outcome.FINISHED
+        outcome = self.usual_outcome
         if status == "aborted":
             outcome = Outcome.CANCELLED
         elif status == "starting":
