@@ -64,33 +64,33 @@ def submit(job_api: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command += ["--", "python", "-m", "services.cli", "train", "examples/configs/tiny.yaml", *arguments]
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     return subprocess.run(
-        command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=420, check=False
     )
 
 
 @pytest.mark.cluster
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_job_survives_kills_and_an_interrupt_and_is_resumed_as_a_ray_job(
     start_job: Callable[..., jobs.Job], request: pytest.FixtureRequest
 ) -> None:
     job = start_job(*OPTIONS, "trainer.steps=100")
-    wait_until(lambda: job.metrics("weights"), 150, "the first weights published")
+    wait_until(lambda: job.metrics("weights"), 300, "the first weights published")
     kill_one(job, "python3", "agent.py")
     kill_one(job, "bash", "/tests/test.sh")
-    wait_until(lambda: len(job.metrics("step")) >= 1, 120, "a step")
+    wait_until(lambda: len(job.metrics("step")) >= 1, 240, "a step")
     kill_one(job, "ray::RolloutCell", "ray::RolloutCell")
     num_steps, num_updates = len(job.metrics("step")), len(job.metrics("weights"))
 
     def both_cells_were_updated() -> bool:
         return {line["cell"] for line in job.metrics("weights")[num_updates:] if line["ok"]} == {"cell-0", "cell-1"}
 
-    wait_until(both_cells_were_updated, 180, "the killed cell serving again, with new weights")
-    wait_until(lambda: len(job.metrics("step")) >= num_steps + 2, 120, "two more steps")
+    wait_until(both_cells_were_updated, 300, "the killed cell serving again, with new weights")
+    wait_until(lambda: len(job.metrics("step")) >= num_steps + 2, 240, "two more steps")
     assert "harness_crash" in job.runs()
     assert job.process.poll() is None
     jobs.interrupt(job)
-    code, text = job.wait(90)
+    code, text = job.wait(180)
     assert code == 130, text
     summary = job.summary()
     assert summary["status"] == "cancelled"

@@ -14,10 +14,10 @@ MARGIN = 0.3
 
 @pytest.mark.cluster
 @pytest.mark.engine
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(720)
 def test_a_tiny_model_learns_through_the_whole_chain(start_job: Callable[..., jobs.Job]) -> None:
     job = start_job("seed=1")
-    code, text = job.wait(400)
+    code, text = job.wait(700)
     assert code == 0, text
     summary = job.summary()
     rewards = summary["reward_mean_by_step"]
