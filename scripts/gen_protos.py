@@ -23,7 +23,8 @@ def generate(target: Path) -> None:
         sources = sorted(str(path) for path in PROTOS.rglob("*.proto"))
         include = Path(grpc_tools.__file__).parent / "_proto"
         arguments = ["protoc", f"-I{PROTOS}", f"-I{include}"]
-        arguments += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        arguments += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python")]
+        arguments += [f"--{kind}_out=quiet:{scratch}" for kind in ("mypy", "mypy_grpc")]
         # protoc looks for plugins in PATH, where this interpreter's environment need not be
         scripts = sysconfig.get_path("scripts")
         arguments += [f"--plugin=protoc-gen-{kind}={scripts}/protoc-gen-{kind}" for kind in ("mypy", "mypy_grpc")]
