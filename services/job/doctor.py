@@ -17,7 +17,7 @@ import psutil
 from services.common.errors import TidegateError
 from services.job.cluster import free_port
 
-_MIN_MEMORY_BYTES = 6 << 30
+_MIN_MEMORY_BYTES = 12 << 30
 _MIN_DISK_BYTES = 5 << 30
 _MIN_SHARED_MEMORY_BYTES = 256 << 20
 
@@ -137,7 +137,7 @@ def _memory() -> Finding:
         "memory",
         Verdict.OK if ok else Verdict.WARN,
         f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available, {os.cpu_count()} cores",
-        "" if ok else "The demo needs about 6 GiB: end other programs, or set rollout.cells.num_cells=1.",
+        "" if ok else "The demo needs about 12 GiB: end other programs, or set rollout.cells.num_cells=1.",
     )
 
 
