@@ -23,7 +23,8 @@ class SchedulerConfig(BaseModel):
     max_staleness_steps: int = Field(default=8, ge=0)
     """A group whose version is older than this when it would be trained is dropped and replaced."""
     max_lost_groups: int = Field(default=200, ge=1)
-    """The job fails when more groups than this were lost (dropped, invalid, equal rewards): something is wrong."""
+    """The job fails when more groups than this were lost in a row (dropped, invalid, equal rewards), with none ready
+    in between: something is wrong, or there is nothing left to learn."""
     run_start_timeout_s: float = Field(default=60, gt=0)
     """A run whose key is not open this long after a cell had a slot for it is lost and retried."""
     drain_timeout_s: float = Field(default=120, gt=0)

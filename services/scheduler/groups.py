@@ -127,6 +127,8 @@ class GroupBook:
         self.num_outstanding = 0
         """Training groups that are unfinished, or ready but untrained."""
         self.num_lost = 0
+        self.num_lost_in_a_row = 0
+        """Lost since a group became ready."""
         self.num_trained = 0
         self.num_retries: dict[str, int] = {}
         self.num_outcomes: dict[str, int] = {}
@@ -269,6 +271,7 @@ class GroupBook:
         self.num_scoring += 1
 
     def mark_ready(self, group: Group, result: GroupResult) -> None:
+        self.num_lost_in_a_row = 0
         group.move_to(GroupStatus.READY)
         group.result = result
         self.num_scoring -= 1
@@ -297,6 +300,7 @@ class GroupBook:
         self.num_outstanding -= not group.spec.is_eval
         self.num_trained += status is GroupStatus.TRAINED
         self.num_lost += status is GroupStatus.LOST
+        self.num_lost_in_a_row += status is GroupStatus.LOST
         self._ended_runs.extend(_view(run, "") for run in group.runs.values())
 
     def take_back(self, ready: ReadyGroup) -> None:

@@ -258,8 +258,9 @@ class JobState:
         """A training group will not be trained; another takes its place at once."""
         self.book.retire(group, GroupStatus.LOST)
         limit = self.options.max_lost_groups
-        if self.book.num_lost > limit:
-            lost = f"{self.book.num_lost} groups were lost, max_lost_groups is {limit}; the last one: {reason}"
+        if self.book.num_lost_in_a_row > limit:
+            number = self.book.num_lost_in_a_row
+            lost = f"{number} groups in a row were lost, max_lost_groups is {limit}; the last one: {reason}"
             self.begin_ending(JobStatus.FAILED, lost)
             return
         useful = self.steps_left * self.options.groups_per_step

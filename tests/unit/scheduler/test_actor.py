@@ -127,7 +127,7 @@ async def test_runs_that_cannot_be_started_are_retried_then_lost(tmp_path) -> No
     status = await scheduler.wait_done(30)
     await scheduler.close()
     assert status["status"] == "failed"
-    assert status["reason"] == "2 groups were lost, max_lost_groups is 1; the last one: no counted run"
+    assert status["reason"] == "2 groups in a row were lost, max_lost_groups is 1; the last one: no counted run"
     assert status["retries"]["runner_loss"] >= 2 * 2 * 2
     assert status["water_level"] == 0
 

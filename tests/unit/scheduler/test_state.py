@@ -263,7 +263,25 @@ def test_the_job_fails_when_too_many_groups_are_lost() -> None:
         else:
             world.answer(0, rng)
     assert world.finish.status is JobStatus.FAILED
-    assert world.finish.reason == "3 groups were lost, max_lost_groups is 2; the last one: no reward"
+    assert world.finish.reason == "3 groups in a row were lost, max_lost_groups is 2; the last one: no reward"
+
+
+def test_a_ready_group_shows_that_lost_ones_are_no_fault() -> None:
+    world = opened(max_lost_groups=2, steps=8)
+    rng, num_scored = random.Random(0), 0
+    for _ in range(4000):
+        if world.finish is not None:
+            break
+        action = world.pending[0]
+        if isinstance(action, ScoreGroup) and (num_scored := num_scored + 1) % 2:
+            world.pending.pop(0)
+            world.ends[action.group_id] = "lost"
+            world.feed(GroupScored(group_result(action.group_id, ready=False, reason="no reward")))
+        else:
+            world.answer(0, rng)
+    assert world.finish is not None
+    assert world.finish.status is JobStatus.FINISHED
+    assert world.state.book.num_lost > 2
 
 
 def test_a_group_beyond_the_staleness_bound_is_dropped_and_replaced() -> None:
