@@ -56,7 +56,7 @@ tasks: setup  ## Rebuild examples/tasks
 	$(BIN)/python scripts/make_tasks.py
 
 .PHONY: recipe
-recipe: setup  ## The longer recipe, whose curve is in docs/recipes.md (about 30 minutes on 2 cores)
+recipe: setup  ## The longer recipe, whose curve is in docs/recipes.md (about 15 minutes on 2 cores)
 	$(BIN)/tidegate train examples/configs/smollm2.yaml
 
 .PHONY: doctor

@@ -76,7 +76,7 @@ def test_a_job_survives_kills_and_an_interrupt_and_is_resumed_as_a_ray_job(
 ) -> None:
     job = start_job(*OPTIONS, "trainer.steps=100")
     wait_until(lambda: job.metrics("weights"), 300, "the first weights published")
-    kill_one(job, "python3", "agent.py")
+    kill_one(job, "python3", "/config/agent.py")
     kill_one(job, "bash", "/tests/test.sh")
     wait_until(lambda: len(job.metrics("step")) >= 1, 240, "a step")
     kill_one(job, "ray::RolloutCell", "ray::RolloutCell")
