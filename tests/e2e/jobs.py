@@ -51,7 +51,7 @@ class Job:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     name, *arguments = process.cmdline() or [""]
-                    if program in name and any(argument in text for text in arguments or [name]):
+                    if program in name and any(argument in text for text in (name, *arguments)):
                         return process
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from services.job.cluster import free_port
 from tests.e2e import jobs
 from tests.waiting import wait_until
 
+PROGRAMS = Path(sys.executable).parent
 SLOW_HARNESS = "[sh, -c, 'sleep 1; exec python3 /config/agent.py {instruction_file}']"
 OPTIONS = (
     f"rollout.harness.command={SLOW_HARNESS}",
@@ -42,8 +44,19 @@ def kill_one(job: jobs.Job, program: str, argument: str) -> None:
 
 
 @pytest.fixture
-def job_api() -> Iterator[str]:
-    """A cluster with the job API, shut down afterwards; yields the API's URL."""
+def slow_tasks(tmp_path: Path) -> Path:
+    """The tiny tasks with verifiers that live long enough to be killed."""
+    folder = tmp_path / "tasks"
+    shutil.copytree(jobs.ROOT / "examples" / "tiny" / "tasks", folder)
+    for script in folder.glob("*/tests/test.sh"):
+        script.write_text(script.read_text().replace("#!/bin/bash\n", "#!/bin/bash\nsleep 0.5\n"))
+    return folder
+
+
+@pytest.fixture
+def job_api(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A cluster with the job API, started in the project's environment and shut down afterwards; yields its URL."""
+    monkeypatch.setenv("PATH", f"{PROGRAMS}:{os.environ['PATH']}")
     context = ray.init(
         address="local",
         num_cpus=4,
@@ -59,22 +72,19 @@ def job_api() -> Iterator[str]:
 
 def submit(job_api: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`ray job submit` of a training job, as the README shows it."""
-    programs = Path(sys.executable).parent
-    command = [str(programs / "ray"), "job", "submit", "--address", job_api, "--working-dir", "."]
+    command = [str(PROGRAMS / "ray"), "job", "submit", "--address", job_api, "--working-dir", "."]
     command += ["--", "python", "-m", "services.cli", "train", "examples/configs/tiny.yaml", *arguments]
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
-    return subprocess.run(
-        command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=420, check=False
-    )
+    return subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True, timeout=420, check=False)
 
 
 @pytest.mark.cluster
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_a_job_survives_kills_and_an_interrupt_and_is_resumed_as_a_ray_job(
-    start_job: Callable[..., jobs.Job], request: pytest.FixtureRequest
+    start_job: Callable[..., jobs.Job], slow_tasks: Path, request: pytest.FixtureRequest
 ) -> None:
-    job = start_job(*OPTIONS, "trainer.steps=100")
+    options = (*OPTIONS, f"tasks.train={slow_tasks}")
+    job = start_job(*options, "trainer.steps=100")
     wait_until(lambda: job.metrics("weights"), 300, "the first weights published")
     kill_one(job, "python3", "/config/agent.py")
     kill_one(job, "bash", "/tests/test.sh")
@@ -98,7 +108,7 @@ def test_a_job_survives_kills_and_an_interrupt_and_is_resumed_as_a_ray_job(
 
     steps = summary["steps_completed"] + 2
     done = submit(
-        request.getfixturevalue("job_api"), *OPTIONS, f"output.dir={job.output}", f"trainer.steps={steps}", "--resume"
+        request.getfixturevalue("job_api"), *options, f"output.dir={job.output}", f"trainer.steps={steps}", "--resume"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "succeeded" in done.stdout
