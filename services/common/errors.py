@@ -13,6 +13,7 @@ TidegateError
 ├── RequestError     a harness's request cannot be served as it is
 │   ├── ContextLengthError   the prompt leaves no room for an answer
 │   └── TemplateError        the model's chat template refuses the messages
+├── RefusedError     a user's request would break an invariant of the scheduler; nothing was changed
 └── InvariantError   a state machine met a transition that must not exist; carries its recent history
 
 A failed *run* is not an error: it is data (``services.trajectory.outcome``).
@@ -96,6 +97,10 @@ class ContextLengthError(RequestError):
 
 class TemplateError(RequestError):
     """The model's chat template refuses the messages (their roles or their order)."""
+
+
+class RefusedError(TidegateError):
+    """A user's request would break an invariant of the scheduler; nothing was changed."""
 
 
 class InvariantError(TidegateError):

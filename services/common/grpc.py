@@ -17,6 +17,7 @@ from services.common.errors import (
     InvariantError,
     MachineError,
     NotFoundError,
+    RefusedError,
     TidegateError,
 )
 
@@ -37,6 +38,7 @@ _STATUS: dict[type[TidegateError], grpc.StatusCode] = {
     AccessError: grpc.StatusCode.UNAUTHENTICATED,
     NotFoundError: grpc.StatusCode.NOT_FOUND,
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
     InvariantError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 

@@ -16,6 +16,17 @@ class CellRole(StrEnum):
     DOWN = "down"
 
 
+class CellKind(StrEnum):
+    """What a cell is for."""
+
+    CORE = "core"
+    """Holds the authoritative weights and the optimizer state; it is the first to train and cannot be drained."""
+    SATELLITE = "satellite"
+    """Moves between rollout and training, behind the core."""
+    STANDALONE = "standalone"
+    """Has no training side: it serves rollout always."""
+
+
 class CellState(StrEnum):
     """What the rollout side of a cell can do for a call. Only SERVING gets traffic."""
 

@@ -45,7 +45,8 @@ from services.rollout.cell import RolloutCell
 from services.rollout.engine import engine_env
 from services.rollout.types import Sampling
 from services.scheduler.actor import FINISH_TIMEOUT_S, JobScheduler
-from services.scheduler.types import JobStatus, ResumeState, TrainingFailed
+from services.scheduler.events import TrainingFailed
+from services.scheduler.types import JobStatus, ResumeState
 from services.trainer.cell import run_training
 from services.trainer.checkpoint import drop_newer
 from services.trainer.mailbox import Mailbox

@@ -17,15 +17,28 @@ from services.common.ids import CellId, JobId, RunId, make_cell_id, shard_of
 from services.common.metrics import metric
 from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, route_prefix, runner_actor, shard_actor
 from services.common.remote import one_line
-from services.common.types import CellRole
+from services.common.types import CellKind, CellRole
 from services.job.commit import Commit, write_commit
 from services.job.config import JobConfig, public_config
 from services.job.recorder import Recorder
 from services.rollout.client import CellClient
 from services.rollout.types import CellStatus, RunResult, RunSpec, Task, UpdateResult
-from services.scheduler.types import (
+from services.scheduler.actions import (
     AbortRuns,
     Action,
+    DropGroup,
+    FinishJob,
+    MarkBest,
+    OpenGroup,
+    PublishWeights,
+    RecordEvaluation,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    SwitchCell,
+    TrainStep,
+)
+from services.scheduler.events import (
     BestMarked,
     CellAdmitted,
     CellDrained,
@@ -35,26 +48,15 @@ from services.scheduler.types import (
     CellStale,
     CellUpdating,
     CheckpointSaved,
-    DropGroup,
     Event,
-    FinishJob,
     GroupScored,
-    MarkBest,
-    OpenGroup,
     PublicationEnded,
-    PublishWeights,
-    ReadyGroup,
-    RecordEvaluation,
     RunEnded,
     RunStarted,
-    SaveCheckpoint,
-    ScoreGroup,
-    StartRun,
     StepTrained,
-    SwitchCell,
     TrainingFailed,
-    TrainStep,
 )
+from services.scheduler.types import ReadyGroup
 from services.trainer.commands import MarkBest as MarkOnRanks
 from services.trainer.commands import Publish
 from services.trainer.commands import SaveCheckpoint as SaveOnRanks
@@ -233,7 +235,7 @@ class ClusterPerformer:
                     await old.close()
                 self._clients[cell_id] = CellClient(address, self._at.grpc_token)
                 joined, num_failed_starts = True, 0
-                emit(CellJoined(cell_id, status.slots, is_core=cell_id == make_cell_id(0)))
+                emit(CellJoined(cell_id, status.slots, self._kind_of(cell_id)))
                 while True:
                     await asyncio.sleep(_POLL_S)
                     async with asyncio.timeout(_POLL_TIMEOUT_S):
@@ -247,6 +249,9 @@ class ClusterPerformer:
                     emit(CellLost(cell_id, f"{one_line(error)} (it does not come up again)"))
                     return
                 await asyncio.sleep(_RESTART_PAUSE_S)
+
+    def _kind_of(self, cell_id: CellId) -> CellKind:
+        return CellKind.CORE if cell_id == make_cell_id(0) else CellKind.SATELLITE
 
     async def _start_cell(self, actor: Any) -> tuple[str, CellStatus]:
         """Its gRPC address and first status. Raises ``EngineError`` at a deadline behind the engine's own."""

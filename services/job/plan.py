@@ -22,7 +22,7 @@ from services.rollout.harness import check_harness
 from services.rollout.sandbox import require_sandbox
 from services.rollout.tasks import load_task_set
 from services.rollout.types import Task
-from services.scheduler.types import JobOptions
+from services.scheduler.options import JobOptions
 from services.trainer.backends.models import check_architecture
 
 

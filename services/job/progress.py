@@ -73,7 +73,7 @@ class Progress:
     def _panel(self, snapshot: dict[str, Any], last_step: dict[str, Any] | None) -> Panel:
         cells = Table("cell", "role", "state", "version", "runs/slots", box=None, padding=(0, 2))
         for cell in sorted(snapshot["cells"], key=lambda cell: str(cell["cell_id"])):
-            name = f"{cell['cell_id']}{' (core)' if cell['is_core'] else ''}"
+            name = f"{cell['cell_id']}{' (core)' if cell['kind'] == 'core' else ''}"
             cells.add_row(
                 name, cell["role"], cell["state"], str(cell["version"]), f"{cell['num_runs']}/{cell['slots']}"
             )

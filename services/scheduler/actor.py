@@ -19,29 +19,15 @@ import grpc
 from services.common.errors import ConfigError, InvariantError, NotFoundError
 from services.common.remote import one_line
 from services.common.types import RouteTable
+from services.scheduler.actions import Action, Decision, DropGroup, FinishJob, OpenGroup, ScoreGroup, StartRun
 from services.scheduler.eventlog import EventLog
+from services.scheduler.events import ActionFailed, CancelRequested, Event, Tick
 from services.scheduler.observe import Observer
+from services.scheduler.options import JobOptions
+from services.scheduler.performer import Performer
 from services.scheduler.servicer import serve_scheduler
 from services.scheduler.state import JobState
-from services.scheduler.types import (
-    Action,
-    ActionFailed,
-    CancelRequested,
-    Decision,
-    DropGroup,
-    Event,
-    FinishJob,
-    JobOptions,
-    LoggedDecision,
-    LoggedEvent,
-    OpenGroup,
-    Performer,
-    ResumeState,
-    RunView,
-    ScoreGroup,
-    StartRun,
-    Tick,
-)
+from services.scheduler.types import LoggedDecision, LoggedEvent, ResumeState, RunView
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from services.common.errors import InvariantError
 from services.common.ids import CellId, JobId
 from services.common.names import rollout_actor
-from services.common.types import CellRole, CellRoute, CellState, RouteTable
+from services.common.types import CellKind, CellRole, CellRoute, CellState, RouteTable
+from services.scheduler.options import JobOptions
 from services.scheduler.policy import CellLoad, choose_cell_for_run
-from services.scheduler.types import CellView, JobOptions
+from services.scheduler.types import CellView
 
 ROLE_TRANSITIONS: dict[CellRole, frozenset[CellRole]] = {
     CellRole.ROLLOUT: frozenset({CellRole.TO_TRAIN, CellRole.DOWN}),
@@ -32,12 +33,14 @@ class Cell:
     index: int
     """Position in the switching order; the core's is -1."""
     slots: int
-    is_core: bool
+    kind: CellKind
     role: CellRole = CellRole.ROLLOUT
     state: CellState = CellState.STALE
     version: int = -1
     reason: str = "no weights yet"
     runs: dict[str, None] = field(default_factory=dict)
+    is_draining: bool = False
+    """A user wants it quiet."""
     may_return: bool = False
     """While it is down: whether it is being restarted."""
     num_update_attempts: int = 0
@@ -45,6 +48,10 @@ class Cell:
     num_switch_failures: int = 0
     num_late_answers: int = 0
     """Switches that were under way when the cell was lost: an answer to them may still come."""
+
+    @property
+    def is_core(self) -> bool:
+        return self.kind is CellKind.CORE
 
     @property
     def is_live(self) -> bool:
@@ -85,7 +92,8 @@ class Cell:
             self.version,
             self.slots,
             len(self.runs),
-            self.is_core,
+            self.kind,
+            self.is_draining,
             self.reason,
         )
 
@@ -127,16 +135,16 @@ class CellTable:
             raise InvariantError(f"{cell_id} never joined.")
         return self._cells[cell_id]
 
-    def join(self, cell_id: str, slots: int, is_core: bool, role: CellRole) -> Cell:
+    def join(self, cell_id: str, slots: int, kind: CellKind, role: CellRole) -> Cell:
         """Add a cell, or take a lost one back; it is stale either way."""
         cell = self._cells.get(cell_id)
         if cell is None:
-            index = -1 if is_core else sum(not known.is_core for known in self)
-            cell = self._cells[cell_id] = Cell(cell_id, index, slots, is_core, role)
+            index = -1 if kind is CellKind.CORE else sum(not known.is_core for known in self)
+            cell = self._cells[cell_id] = Cell(cell_id, index, slots, kind, role)
         else:
             cell.move_to(role)
-            if is_core:
-                cell.is_core, cell.index = True, -1
+            if kind is CellKind.CORE:
+                cell.kind, cell.index = kind, -1
             cell.slots, cell.version, cell.num_update_attempts, cell.may_return = slots, -1, 0, False
             cell.mark_stale("joined again, no weights yet")
         self.changed()
@@ -145,7 +153,7 @@ class CellTable:
     def lose(self, cell_id: str, reason: str, *, may_return: bool) -> None:
         """A cell is gone; its runs go to others. Also for a cell that never came up."""
         if cell_id not in self._cells:
-            self.join(cell_id, slots=0, is_core=False, role=CellRole.ROLLOUT)
+            self.join(cell_id, slots=0, kind=CellKind.SATELLITE, role=CellRole.ROLLOUT)
         cell = self._cells[cell_id]
         if cell.in_transition:
             cell.num_late_answers += 1

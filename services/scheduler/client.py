@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from services.common.grpc import DEFAULT_DEADLINE_S, channel, error_from_status
-from services.common.types import CellRoute, RouteTable
+from services.common.types import CellKind, CellRoute, RouteTable
 from services.pb import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.servicer import ROLE_TO_PB, STATE_TO_PB
 from services.scheduler.types import CellView, ClusterState, LoggedDecision, LoggedEvent, RunView
@@ -111,7 +111,8 @@ def _cell(cell: scheduler_pb2.Cell) -> CellView:
         cell.version,
         cell.slots,
         cell.num_runs,
-        cell.is_core,
+        CellKind.CORE if cell.is_core else CellKind.SATELLITE,
+        cell.draining,
         cell.reason,
     )
 

@@ -1,4 +1,4 @@
-"""Events, actions and resume states as JSON-ready data, and back. Each dataclass carries its name as ``kind``."""
+"""Events, actions and resume states as JSON-ready data, and back. Each dataclass carries its name as ``type``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from services.common.errors import ConfigError
-from services.scheduler import types
+from services.scheduler import actions, events, options, types
 from services.trajectory.types import GroupResult, GroupSpec
 
 
@@ -16,7 +16,7 @@ def encode(value: Any) -> Any:
     """JSON-ready form of a value of the scheduler's types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **fields}
+        return {"type": type(value).__name__, **fields}
     if isinstance(value, StrEnum):
         return value.value
     if isinstance(value, tuple | list):
@@ -29,21 +29,21 @@ def encode(value: Any) -> Any:
 def decode(data: Any) -> Any:
     """The value that ``encode`` was given. Raises ``ConfigError`` for data that it never made."""
     try:
-        return _decode_dataclass(_KINDS[data["kind"]], data)
+        return _decode_dataclass(_KINDS[data["type"]], data)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"not a record of the scheduler: {error!r}.", "Was it written by another version?") from error
 
 
 def _decode_dataclass(cls: type[Any], data: dict[str, Any]) -> Any:
     hints = _HINTS[cls.__name__]
-    return cls(**{name: _decode_as(hints[name], value) for name, value in data.items() if name != "kind"})
+    return cls(**{name: _decode_as(hints[name], value) for name, value in data.items() if name != "type"})
 
 
 def _decode_as(hint: Any, value: Any) -> Any:
     if value is None:
         return None
-    if isinstance(value, dict) and "kind" in value:
-        return _decode_dataclass(_KINDS[value["kind"]], value)
+    if isinstance(value, dict) and "type" in value:
+        return _decode_dataclass(_KINDS[value["type"]], value)
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not NoneType)
@@ -61,14 +61,15 @@ def _decode_as(hint: Any, value: Any) -> Any:
 _KINDS: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *get_args(types.Event),
-        *get_args(types.Action),
-        types.Decision,
+        *get_args(events.Event),
+        *get_args(actions.Action),
+        actions.Decision,
         types.Counters,
         types.ReadyGroup,
         types.ResumeState,
         types.TaskRewards,
-        types.JobOptions,
+        options.JobOptions,
+        options.Policy,
         GroupResult,
         GroupSpec,
     )

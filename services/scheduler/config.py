@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class _PolicyConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    streaming: bool = True
+    """Train groups as they become ready; otherwise a step starts when all of its groups are."""
+
+
+class AsyncPolicy(_PolicyConfig):
+    """A fixed split: some cells only train, the others only serve."""
+
+    mode: Literal["async"]
+    train_cells: int = Field(default=1, ge=1)
+    """Cells that only train, the core included. At least one more cell has to serve."""
+
+
+class ColocatePolicy(_PolicyConfig):
+    """The whole pool switches to training when a burst's groups are ready, and back after it."""
+
+    mode: Literal["colocate"]
+
+
+class ElasticPolicy(_PolicyConfig):
+    """Cells leave rollout one by one as unfinished runs ebb, and come back after the burst."""
+
+    mode: Literal["elastic"] = "elastic"
+    rule: Literal["paper", "best"] = "paper"
+    """``paper``: QwenGyre's rules. ``best``: Tidegate's own (docs/scheduler.md)."""
+
+
+PolicyConfig = Annotated[AsyncPolicy | ColocatePolicy | ElasticPolicy, Field(discriminator="mode")]
 
 
 class SchedulerConfig(BaseModel):
@@ -20,8 +52,14 @@ class SchedulerConfig(BaseModel):
     """mu: optimizer steps of a burst; weights are published after it."""
     carry_over_steps: float = Field(default=1.0, ge=0)
     """phi: steps' worth of groups that are outstanding beyond the next burst."""
+    policy: PolicyConfig = ElasticPolicy()
+    """How the pool is shared between rollout and training: ``mode`` is ``async``, ``colocate`` or ``elastic``."""
     max_staleness_steps: int = Field(default=8, ge=0)
-    """A group whose version is older than this when it would be trained is dropped and replaced."""
+    """No group is trained when its version is older than this."""
+    at_staleness_bound: Literal["wait", "drop"] = "wait"
+    """At the bound: the step that has to train an unfinished group waits for it, or it is dropped and replaced."""
+    on_lost_group: Literal["replace", "close_short"] = "replace"
+    """A group that is lost inside a burst is replaced at once, or its step closes with a group less."""
     max_lost_groups: int = Field(default=200, ge=1)
     """The job fails when more groups than this were lost in a row (dropped, invalid, equal rewards), with none ready
     in between: something is wrong, or there is nothing left to learn."""

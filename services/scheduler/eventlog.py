@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from services.scheduler.actions import Decision
 from services.scheduler.codec import encode
-from services.scheduler.types import Decision, Event, JobOptions, LoggedDecision, LoggedEvent, ResumeState
+from services.scheduler.events import Event
+from services.scheduler.options import JobOptions
+from services.scheduler.types import LoggedDecision, LoggedEvent, ResumeState
 
 EVENTS_SKIPPED = "EventsSkipped"
 """Kind of the record that a watcher gets in place of records that it was too slow (or came too late) for."""

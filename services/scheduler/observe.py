@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from services.common.metrics import metric
 from services.common.types import CellRole
+from services.scheduler.actions import Decision
+from services.scheduler.events import CellStale, Event
 from services.scheduler.state import JobState
-from services.scheduler.types import CellStale, Decision, Event
 
 
 class Observer:

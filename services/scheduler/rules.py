@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from services.common.errors import InvariantError
 from services.common.types import CellRole, CellState
 from services.scheduler import policy
+from services.scheduler.actions import PublishWeights, StartRun, SwitchCell, TrainStep
 from services.scheduler.cells import Cell
-from services.scheduler.types import JobStatus, PublishWeights, StartRun, SwitchCell, TrainStep
+from services.scheduler.types import JobStatus
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 
 _BROKEN = (Outcome.HARNESS_CRASH,)

@@ -14,7 +14,7 @@ import grpc
 
 from services.common.errors import ConfigError
 from services.common.grpc import errors_as_status, serve, stream_errors_as_status
-from services.common.types import CellRole, CellState, RouteTable
+from services.common.types import CellKind, CellRole, CellState, RouteTable
 from services.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.types import LoggedDecision, LoggedEvent, RunView
 
@@ -128,7 +128,8 @@ def cluster_state_to_pb(snapshot: dict[str, Any]) -> scheduler_pb2.GetClusterSta
                 version=cell["version"],
                 slots=cell["slots"],
                 num_runs=cell["num_runs"],
-                is_core=cell["is_core"],
+                is_core=cell["kind"] == CellKind.CORE,
+                draining=cell["is_draining"],
                 reason=cell["reason"],
             )
             for cell in snapshot["cells"]

@@ -15,31 +15,26 @@ from services.common.errors import InvariantError
 from services.common.ids import make_group_id
 from services.common.types import CellRole, RouteTable
 from services.scheduler import policy
-from services.scheduler.cells import Cell, CellTable
-from services.scheduler.groups import Group, GroupBook, GroupStatus, make_spec
-from services.scheduler.rules import ENDING_RULES, RULES
-from services.scheduler.transitions import HANDLERS
-from services.scheduler.types import (
+from services.scheduler.actions import (
     AbortRuns,
     Action,
-    Counters,
     Decision,
     DropGroup,
-    Event,
     FinishJob,
-    JobOptions,
-    JobStatus,
     MarkBest,
     OpenGroup,
     PublishWeights,
-    ReadyGroup,
-    ResumeState,
-    RunView,
     SaveCheckpoint,
     SwitchCell,
-    TaskRewards,
     TrainStep,
 )
+from services.scheduler.cells import Cell, CellTable
+from services.scheduler.events import Event
+from services.scheduler.groups import Group, GroupBook, GroupStatus, make_spec
+from services.scheduler.options import JobOptions
+from services.scheduler.rules import ENDING_RULES, RULES
+from services.scheduler.transitions import HANDLERS
+from services.scheduler.types import Counters, JobStatus, ReadyGroup, ResumeState, RunView, TaskRewards
 from services.scheduler.views import make_snapshot
 from services.trajectory.outcome import Outcome
 

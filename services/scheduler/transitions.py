@@ -6,11 +6,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import InvariantError
-from services.common.types import CellRole, CellState
+from services.common.types import CellKind, CellRole, CellState
 from services.scheduler import policy
-from services.scheduler.groups import Group, GroupStatus, Run
-from services.scheduler.types import (
+from services.scheduler.actions import (
     AbortRuns,
+    MarkBest,
+    OpenGroup,
+    PublishWeights,
+    RecordEvaluation,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    SwitchCell,
+    TrainStep,
+)
+from services.scheduler.events import (
     ActionFailed,
     BestMarked,
     CancelRequested,
@@ -23,25 +33,16 @@ from services.scheduler.types import (
     CellUpdating,
     CheckpointSaved,
     GroupScored,
-    JobOptions,
-    JobStatus,
-    MarkBest,
-    OpenGroup,
     PublicationEnded,
-    PublishWeights,
-    RecordEvaluation,
     RunEnded,
     RunStarted,
-    SaveCheckpoint,
-    ScoreGroup,
-    StartRun,
     StepTrained,
-    SwitchCell,
-    TaskRewards,
     Tick,
     TrainingFailed,
-    TrainStep,
 )
+from services.scheduler.groups import Group, GroupStatus, Run
+from services.scheduler.options import JobOptions
+from services.scheduler.types import JobStatus, TaskRewards
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ def _on_cell_joined(state: JobState, event: CellJoined) -> None:
     if known is not None and known.is_live:
         state.cells.lose(event.cell_id, "joined again without a word of its loss", may_return=True)
     in_burst = state.training_step is not None or state.burst_done > 0
-    comes_back_to_training = event.is_core and known is not None and in_burst
+    comes_back_to_training = event.kind is CellKind.CORE and known is not None and in_burst
     role = CellRole.TRAIN if comes_back_to_training else CellRole.ROLLOUT
-    state.cells.join(event.cell_id, event.slots, event.is_core, role)
+    state.cells.join(event.cell_id, event.slots, event.kind, role)
 
 
 def _on_cell_updating(state: JobState, event: CellUpdating) -> None:

@@ -11,29 +11,24 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from services.common.errors import EngineError, MachineError
 from services.common.ids import JobId
-from services.common.types import CellState
+from services.common.types import CellKind, CellState
 from services.job import performer as performer_module
 from services.job.commit import Commit, read_commit, with_best
 from services.job.config import JobConfig, TasksConfig
 from services.job.performer import ClusterPerformer, Surroundings
 from services.rollout.types import CellStatus, RunResult, Task
-from services.scheduler.types import (
-    AbortRuns,
+from services.scheduler.actions import AbortRuns, MarkBest, OpenGroup, SaveCheckpoint, ScoreGroup, StartRun
+from services.scheduler.events import (
     BestMarked,
     CellJoined,
     CellLost,
     CheckpointSaved,
     Event,
     GroupScored,
-    MarkBest,
-    OpenGroup,
-    ResumeState,
     RunEnded,
     RunStarted,
-    SaveCheckpoint,
-    ScoreGroup,
-    StartRun,
 )
+from services.scheduler.types import ResumeState
 from services.trainer import commands
 from services.trainer.checkpoint import EXPORT, Best, mark_best
 from services.trajectory.outcome import Outcome
@@ -203,7 +198,7 @@ async def test_a_cell_that_was_up_and_does_not_start_again_is_lost_for_good(worl
     cells = world.config.rollout.cells.model_copy(update={"num_cells": 1})
     world.config = world.config.model_copy(update={"rollout": world.config.rollout.model_copy(update={"cells": cells})})
     await asyncio.wait_for(world.performer().attend(world.events.append), 10)
-    assert world.events[0] == CellJoined("cell-0", 4, is_core=True)
+    assert world.events[0] == CellJoined("cell-0", 4, CellKind.CORE)
     assert [event.may_return for event in world.events[1:]] == [True, True, True, True, False]
     assert world.events[-1].reason.startswith("no memory.")
 

@@ -7,28 +7,30 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from services.common.types import CellRole
-from services.scheduler.types import (
+from services.scheduler.actions import (
     Action,
+    FinishJob,
+    MarkBest,
+    OpenGroup,
+    PublishWeights,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    SwitchCell,
+    TrainStep,
+)
+from services.scheduler.events import (
     BestMarked,
     CellAdmitted,
     CellDrained,
     CellServing,
     CheckpointSaved,
     Event,
-    FinishJob,
     GroupScored,
-    MarkBest,
-    OpenGroup,
     PublicationEnded,
-    PublishWeights,
     RunEnded,
     RunStarted,
-    SaveCheckpoint,
-    ScoreGroup,
-    StartRun,
     StepTrained,
-    SwitchCell,
-    TrainStep,
 )
 from services.trajectory.outcome import Outcome
 from tests.unit.scheduler.world import group_result

@@ -9,23 +9,13 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from services.common.errors import ConfigError, EngineError, TrainingError
+from services.common.types import CellKind
 from services.scheduler import actor as actor_module
+from services.scheduler.actions import Action, OpenGroup, SaveCheckpoint, ScoreGroup, StartRun, TrainStep
 from services.scheduler.actor import JobScheduler
 from services.scheduler.codec import decode
+from services.scheduler.events import CellDrained, CellJoined, Event, GroupScored, RunStarted
 from services.scheduler.state import JobState
-from services.scheduler.types import (
-    Action,
-    CellDrained,
-    CellJoined,
-    Event,
-    GroupScored,
-    OpenGroup,
-    RunStarted,
-    SaveCheckpoint,
-    ScoreGroup,
-    StartRun,
-    TrainStep,
-)
 from tests.unit.scheduler.live import IdealPerformer
 from tests.unit.scheduler.world import group_result, options
 
@@ -36,7 +26,7 @@ async def started(job, performer, tmp_path, **more) -> JobScheduler:
     scheduler = JobScheduler(job, performer, job_dir=str(tmp_path), grpc_token=TOKEN, **more)
     await scheduler.start()
     for index in range(job.num_cells):
-        await scheduler.post(CellJoined(f"cell-{index}", 4, index == 0))
+        await scheduler.post(CellJoined(f"cell-{index}", 4, CellKind.CORE if index == 0 else CellKind.SATELLITE))
     return scheduler
 
 

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from services.common.errors import ConfigError
+from services.scheduler.actions import StartRun
 from services.scheduler.codec import decode, encode
-from services.scheduler.types import ActionFailed, CellJoined, RunEnded, StartRun
+from services.scheduler.events import ActionFailed, CellJoined, RunEnded
 from services.trajectory.outcome import Outcome
 from tests.unit.scheduler.world import World, options
 
@@ -36,7 +37,7 @@ def test_nested_actions_and_outcomes_come_back(value) -> None:
     assert decode(json.loads(json.dumps(encode(value)))) == value
 
 
-@pytest.mark.parametrize("data", [{}, {"kind": "Unknown"}, {**encode(CellJoined("c", 1, True)), "colour": "red"}])
+@pytest.mark.parametrize("data", [{}, {"type": "Unknown"}, {**encode(CellJoined("c", 1)), "colour": "red"}])
 def test_foreign_data_is_refused(data) -> None:
     with pytest.raises(ConfigError, match="not a record"):
         decode(data)

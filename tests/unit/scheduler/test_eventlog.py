@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
+from services.scheduler.actions import Decision, FinishJob
 from services.scheduler.eventlog import EVENTS_SKIPPED, EventLog
-from services.scheduler.types import CancelRequested, Decision, FinishJob, JobStatus, Tick
+from services.scheduler.events import CancelRequested, Tick
+from services.scheduler.types import JobStatus
 
 
 async def test_a_slow_watcher_is_told_what_it_missed() -> None:

@@ -12,11 +12,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.errors import AccessError, ConfigError, MachineError, NotFoundError
 from services.common.grpc import channel
-from services.common.types import CellRole, CellState
+from services.common.types import CellKind, CellRole, CellState
 from services.pb import scheduler_pb2, scheduler_pb2_grpc
 from services.scheduler.actor import JobScheduler
 from services.scheduler.client import SchedulerClient
-from services.scheduler.types import CellJoined
+from services.scheduler.events import CellJoined
 from tests.unit.scheduler.live import IdealPerformer
 from tests.unit.scheduler.world import options
 
@@ -35,8 +35,8 @@ class Server:
         self.address = await self.scheduler.start()
 
     async def join(self) -> None:
-        await self.scheduler.post(CellJoined("cell-0", 4, True))
-        await self.scheduler.post(CellJoined("cell-1", 4, False))
+        await self.scheduler.post(CellJoined("cell-0", 4, CellKind.CORE))
+        await self.scheduler.post(CellJoined("cell-1", 4))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ async def test_cluster_state_shows_cells_counters_and_step(server, client) -> No
     assert state.water_level == state.dispatched - state.ended == 0
     assert state.dispatched == 8
     core, satellite = state.cells
-    assert (core.is_core, core.role) == (True, CellRole.TRAIN)
+    assert (core.kind, core.role) == (CellKind.CORE, CellRole.TRAIN)
     assert (satellite.role, satellite.state, satellite.version) == (CellRole.ROLLOUT, CellState.SERVING, 0)
 
 

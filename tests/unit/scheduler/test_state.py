@@ -9,9 +9,22 @@ import pytest
 
 from services.common.errors import ConfigError, InvariantError
 from services.common.types import CellRole, CellState
-from services.scheduler.types import (
+from services.scheduler.actions import (
     AbortRuns,
     Action,
+    DropGroup,
+    FinishJob,
+    MarkBest,
+    OpenGroup,
+    PublishWeights,
+    RecordEvaluation,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    SwitchCell,
+    TrainStep,
+)
+from services.scheduler.events import (
     ActionFailed,
     BestMarked,
     CancelRequested,
@@ -22,27 +35,15 @@ from services.scheduler.types import (
     CellStale,
     CellUpdating,
     CheckpointSaved,
-    DropGroup,
-    FinishJob,
     GroupScored,
-    JobStatus,
-    MarkBest,
-    OpenGroup,
     PublicationEnded,
-    PublishWeights,
-    RecordEvaluation,
-    ResumeState,
     RunEnded,
     RunStarted,
-    SaveCheckpoint,
-    ScoreGroup,
-    StartRun,
     StepTrained,
-    SwitchCell,
     Tick,
     TrainingFailed,
-    TrainStep,
 )
+from services.scheduler.types import JobStatus, ResumeState
 from services.trajectory.outcome import Outcome
 from tests.unit.scheduler.world import World, group_result, options
 
@@ -761,7 +762,7 @@ def test_cancel_before_the_first_step_saves_nothing() -> None:
     assert world.finish == FinishJob(JobStatus.CANCELLED, "enough")
     assert not world.checkpoints
     assert world.state.snapshot()["water_level"] == 0
-    assert not world.feed(CellJoined("cell-1", 4, False)), "nothing is decided after the end"
+    assert not world.feed(CellJoined("cell-1", 4)), "nothing is decided after the end"
 
 
 def test_a_failed_training_ends_the_job() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.common.types import CellRole
-from services.scheduler.types import CancelRequested, JobStatus, Tick
+from services.scheduler.events import CancelRequested, Tick
+from services.scheduler.types import JobStatus
 from tests.unit.scheduler.world import World, options
 
 

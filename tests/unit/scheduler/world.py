@@ -9,10 +9,23 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.common.types import CellRole
-from services.scheduler.state import JobState
-from services.scheduler.types import (
+from services.common.types import CellKind, CellRole
+from services.scheduler.actions import (
     AbortRuns,
+    Decision,
+    DropGroup,
+    FinishJob,
+    MarkBest,
+    OpenGroup,
+    PublishWeights,
+    RecordEvaluation,
+    SaveCheckpoint,
+    ScoreGroup,
+    StartRun,
+    SwitchCell,
+    TrainStep,
+)
+from services.scheduler.events import (
     ActionFailed,
     BestMarked,
     CellAdmitted,
@@ -23,27 +36,16 @@ from services.scheduler.types import (
     CellStale,
     CellUpdating,
     CheckpointSaved,
-    Decision,
-    DropGroup,
     Event,
-    FinishJob,
     GroupScored,
-    JobOptions,
-    MarkBest,
-    OpenGroup,
     PublicationEnded,
-    PublishWeights,
-    RecordEvaluation,
-    ResumeState,
     RunEnded,
     RunStarted,
-    SaveCheckpoint,
-    ScoreGroup,
-    StartRun,
     StepTrained,
-    SwitchCell,
-    TrainStep,
 )
+from services.scheduler.options import JobOptions
+from services.scheduler.state import JobState
+from services.scheduler.types import ResumeState
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 from services.trajectory.types import GroupResult, GroupSpec
 
@@ -128,7 +130,7 @@ class World:
         is_core = cell_id == "cell-0"
         self.cells[cell_id] = WorldCell(self.slots[cell_id], is_core)
         before = len(self.log)
-        self.feed(CellJoined(cell_id, self.slots[cell_id], is_core))
+        self.feed(CellJoined(cell_id, self.slots[cell_id], CellKind.CORE if is_core else CellKind.SATELLITE))
         assert len(self.log) == before + 1
         self._take_roles()
 
