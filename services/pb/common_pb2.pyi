@@ -43,6 +43,32 @@ CELL_ROLE_TO_ROLLOUT: CellRole.ValueType  # 4
 CELL_ROLE_DOWN: CellRole.ValueType  # 5
 Global___CellRole: _TypeAlias = CellRole  # noqa: Y015
 
+class _CellKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CellKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CellKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CELL_KIND_UNSPECIFIED: _CellKind.ValueType  # 0
+    CELL_KIND_CORE: _CellKind.ValueType  # 1
+    """Holds the authoritative weights and the optimizer state."""
+    CELL_KIND_SATELLITE: _CellKind.ValueType  # 2
+    """Moves between rollout and training, behind the core."""
+    CELL_KIND_STANDALONE: _CellKind.ValueType  # 3
+    """Has no training side."""
+
+class CellKind(_CellKind, metaclass=_CellKindEnumTypeWrapper):
+    """What a cell is for."""
+
+CELL_KIND_UNSPECIFIED: CellKind.ValueType  # 0
+CELL_KIND_CORE: CellKind.ValueType  # 1
+"""Holds the authoritative weights and the optimizer state."""
+CELL_KIND_SATELLITE: CellKind.ValueType  # 2
+"""Moves between rollout and training, behind the core."""
+CELL_KIND_STANDALONE: CellKind.ValueType  # 3
+"""Has no training side."""
+Global___CellKind: _TypeAlias = CellKind  # noqa: Y015
+
 class _CellState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

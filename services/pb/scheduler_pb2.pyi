@@ -29,7 +29,7 @@ class Cell(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     NUM_RUNS_FIELD_NUMBER: _builtins.int
-    IS_CORE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
@@ -38,9 +38,11 @@ class Cell(_message.Message):
     version: _builtins.int
     slots: _builtins.int
     num_runs: _builtins.int
-    is_core: _builtins.bool
+    kind: _common_pb2.CellKind.ValueType
     draining: _builtins.bool
+    """An operator wants it quiet."""
     reason: _builtins.str
+    """Why it does not serve."""
     def __init__(
         self,
         *,
@@ -50,17 +52,127 @@ class Cell(_message.Message):
         version: _builtins.int = ...,
         slots: _builtins.int = ...,
         num_runs: _builtins.int = ...,
-        is_core: _builtins.bool = ...,
+        kind: _common_pb2.CellKind.ValueType = ...,
         draining: _builtins.bool = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell_id", b"cell_id", "draining", b"draining", "is_core", b"is_core", "num_runs", b"num_runs", "reason", b"reason", "role", b"role", "slots", b"slots", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell_id", b"cell_id", "draining", b"draining", "kind", b"kind", "num_runs", b"num_runs", "reason", b"reason", "role", b"role", "slots", b"slots", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cell: _TypeAlias = Cell  # noqa: Y015
+
+@_typing.final
+class Policy(_message.Message):
+    """How the pool is shared between rollout and training."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    STREAMING_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    TRAIN_CELLS_FIELD_NUMBER: _builtins.int
+    CARRY_OVER_STEPS_FIELD_NUMBER: _builtins.int
+    STEPS_PER_BURST_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """async, colocate or elastic."""
+    streaming: _builtins.bool
+    rule: _builtins.str
+    """elastic: paper or best."""
+    train_cells: _builtins.int
+    """async: cells that only train."""
+    carry_over_steps: _builtins.float
+    """phi."""
+    steps_per_burst: _builtins.int
+    """mu."""
+    @_builtins.property
+    def pending(self) -> Global___PendingPolicy:
+        """Changes that were asked for and do not hold yet."""
+
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        streaming: _builtins.bool = ...,
+        rule: _builtins.str = ...,
+        train_cells: _builtins.int = ...,
+        carry_over_steps: _builtins.float = ...,
+        steps_per_burst: _builtins.int = ...,
+        pending: Global___PendingPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pending", b"pending"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carry_over_steps", b"carry_over_steps", "mode", b"mode", "pending", b"pending", "rule", b"rule", "steps_per_burst", b"steps_per_burst", "streaming", b"streaming", "train_cells", b"train_cells"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Policy: _TypeAlias = Policy  # noqa: Y015
+
+@_typing.final
+class PendingPolicy(_message.Message):
+    """The fields of a policy that change, and when."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    STREAMING_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    TRAIN_CELLS_FIELD_NUMBER: _builtins.int
+    CARRY_OVER_STEPS_FIELD_NUMBER: _builtins.int
+    STEPS_PER_BURST_FIELD_NUMBER: _builtins.int
+    from_step: _builtins.int
+    """The burst boundary (as a step) from which they hold."""
+    mode: _builtins.str
+    streaming: _builtins.bool
+    rule: _builtins.str
+    train_cells: _builtins.int
+    carry_over_steps: _builtins.float
+    steps_per_burst: _builtins.int
+    def __init__(
+        self,
+        *,
+        from_step: _builtins.int = ...,
+        mode: _builtins.str | None = ...,
+        streaming: _builtins.bool | None = ...,
+        rule: _builtins.str | None = ...,
+        train_cells: _builtins.int | None = ...,
+        carry_over_steps: _builtins.float | None = ...,
+        steps_per_burst: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_carry_over_steps", b"_carry_over_steps", "_mode", b"_mode", "_rule", b"_rule", "_steps_per_burst", b"_steps_per_burst", "_streaming", b"_streaming", "_train_cells", b"_train_cells", "carry_over_steps", b"carry_over_steps", "mode", b"mode", "rule", b"rule", "steps_per_burst", b"steps_per_burst", "streaming", b"streaming", "train_cells", b"train_cells"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_carry_over_steps", b"_carry_over_steps", "_mode", b"_mode", "_rule", b"_rule", "_steps_per_burst", b"_steps_per_burst", "_streaming", b"_streaming", "_train_cells", b"_train_cells", "carry_over_steps", b"carry_over_steps", "from_step", b"from_step", "mode", b"mode", "rule", b"rule", "steps_per_burst", b"steps_per_burst", "streaming", b"streaming", "train_cells", b"train_cells"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__carry_over_steps: _TypeAlias = _typing.Literal["carry_over_steps"]  # noqa: Y015
+    _WhichOneofArgType__carry_over_steps: _TypeAlias = _typing.Literal["_carry_over_steps", b"_carry_over_steps"]  # noqa: Y015
+    _WhichOneofReturnType__mode: _TypeAlias = _typing.Literal["mode"]  # noqa: Y015
+    _WhichOneofArgType__mode: _TypeAlias = _typing.Literal["_mode", b"_mode"]  # noqa: Y015
+    _WhichOneofReturnType__rule: _TypeAlias = _typing.Literal["rule"]  # noqa: Y015
+    _WhichOneofArgType__rule: _TypeAlias = _typing.Literal["_rule", b"_rule"]  # noqa: Y015
+    _WhichOneofReturnType__steps_per_burst: _TypeAlias = _typing.Literal["steps_per_burst"]  # noqa: Y015
+    _WhichOneofArgType__steps_per_burst: _TypeAlias = _typing.Literal["_steps_per_burst", b"_steps_per_burst"]  # noqa: Y015
+    _WhichOneofReturnType__streaming: _TypeAlias = _typing.Literal["streaming"]  # noqa: Y015
+    _WhichOneofArgType__streaming: _TypeAlias = _typing.Literal["_streaming", b"_streaming"]  # noqa: Y015
+    _WhichOneofReturnType__train_cells: _TypeAlias = _typing.Literal["train_cells"]  # noqa: Y015
+    _WhichOneofArgType__train_cells: _TypeAlias = _typing.Literal["_train_cells", b"_train_cells"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__carry_over_steps) -> _WhichOneofReturnType__carry_over_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mode) -> _WhichOneofReturnType__mode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rule) -> _WhichOneofReturnType__rule | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps_per_burst) -> _WhichOneofReturnType__steps_per_burst | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__streaming) -> _WhichOneofReturnType__streaming | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__train_cells) -> _WhichOneofReturnType__train_cells | None: ...
+
+Global___PendingPolicy: _TypeAlias = PendingPolicy  # noqa: Y015
 
 @_typing.final
 class GetClusterStateRequest(_message.Message):
@@ -98,6 +210,10 @@ class GetClusterStateResponse(_message.Message):
     CELLS_FIELD_NUMBER: _builtins.int
     WATER_LEVEL_FIELD_NUMBER: _builtins.int
     LOST_GROUPS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    QUEUED_RUNS_FIELD_NUMBER: _builtins.int
+    RUNNING_RUNS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     status: _builtins.str
     step: _builtins.int
@@ -111,8 +227,15 @@ class GetClusterStateResponse(_message.Message):
     outstanding_groups: _builtins.int
     water_level: _builtins.int
     lost_groups: _builtins.int
+    queued_runs: _builtins.int
+    """Runs that wait for a slot, and attempts that hold one; further attempts included."""
+    running_runs: _builtins.int
+    reason: _builtins.str
+    """Why the job ends or ended."""
     @_builtins.property
     def cells(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cell]: ...
+    @_builtins.property
+    def policy(self) -> Global___Policy: ...
     def __init__(
         self,
         *,
@@ -129,10 +252,14 @@ class GetClusterStateResponse(_message.Message):
         cells: _abc.Iterable[Global___Cell] | None = ...,
         water_level: _builtins.int = ...,
         lost_groups: _builtins.int = ...,
+        policy: Global___Policy | None = ...,
+        queued_runs: _builtins.int = ...,
+        running_runs: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "dispatched", b"dispatched", "ended", b"ended", "job_id", b"job_id", "lost_groups", b"lost_groups", "outstanding_groups", b"outstanding_groups", "ready_groups", b"ready_groups", "started", b"started", "status", b"status", "step", b"step", "steps_target", b"steps_target", "version", b"version", "water_level", b"water_level"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "dispatched", b"dispatched", "ended", b"ended", "job_id", b"job_id", "lost_groups", b"lost_groups", "outstanding_groups", b"outstanding_groups", "policy", b"policy", "queued_runs", b"queued_runs", "ready_groups", b"ready_groups", "reason", b"reason", "running_runs", b"running_runs", "started", b"started", "status", b"status", "step", b"step", "steps_target", b"steps_target", "version", b"version", "water_level", b"water_level"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -620,8 +747,11 @@ class SetPolicyRequest(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     carry_over_steps: _builtins.float
+    """phi."""
     steps_per_burst: _builtins.int
+    """mu."""
     mode: _builtins.str
+    """async, colocate or elastic."""
     def __init__(
         self,
         *,

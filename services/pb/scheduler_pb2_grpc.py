@@ -130,7 +130,10 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainCell(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Requests of operators. What would break an invariant is FAILED_PRECONDITION, with the numbers, and changes nothing;
+        what is granted is taken in before the answer: GetDecisions holds what follows from it.
+        Let a cell be quiet, without runs and without training, until it is undrained.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -142,13 +145,15 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SwitchCell(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Move a cell now, to CELL_ROLE_TRAIN or CELL_ROLE_ROLLOUT.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Change the policy from the next burst boundary on. What is not set stays as it is.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -42,9 +42,15 @@ class SchedulerServiceStub:
     GetDecisions: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetDecisionsRequest, _scheduler_pb2.GetDecisionsResponse]
     CancelJob: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.CancelJobRequest, _scheduler_pb2.CancelJobResponse]
     DrainCell: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DrainCellRequest, _scheduler_pb2.DrainCellResponse]
+    """Requests of operators. What would break an invariant is FAILED_PRECONDITION, with the numbers, and changes nothing;
+    what is granted is taken in before the answer: GetDecisions holds what follows from it.
+    Let a cell be quiet, without runs and without training, until it is undrained.
+    """
     UndrainCell: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UndrainCellRequest, _scheduler_pb2.UndrainCellResponse]
     SwitchCell: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SwitchCellRequest, _scheduler_pb2.SwitchCellResponse]
+    """Move a cell now, to CELL_ROLE_TRAIN or CELL_ROLE_ROLLOUT."""
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetPolicyRequest, _scheduler_pb2.SetPolicyResponse]
+    """Change the policy from the next burst boundary on. What is not set stays as it is."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -60,9 +66,15 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     GetDecisions: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetDecisionsRequest, _scheduler_pb2.GetDecisionsResponse]  # type: ignore[assignment]
     CancelJob: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.CancelJobRequest, _scheduler_pb2.CancelJobResponse]  # type: ignore[assignment]
     DrainCell: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DrainCellRequest, _scheduler_pb2.DrainCellResponse]  # type: ignore[assignment]
+    """Requests of operators. What would break an invariant is FAILED_PRECONDITION, with the numbers, and changes nothing;
+    what is granted is taken in before the answer: GetDecisions holds what follows from it.
+    Let a cell be quiet, without runs and without training, until it is undrained.
+    """
     UndrainCell: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UndrainCellRequest, _scheduler_pb2.UndrainCellResponse]  # type: ignore[assignment]
     SwitchCell: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SwitchCellRequest, _scheduler_pb2.SwitchCellResponse]  # type: ignore[assignment]
+    """Move a cell now, to CELL_ROLE_TRAIN or CELL_ROLE_ROLLOUT."""
     SetPolicy: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetPolicyRequest, _scheduler_pb2.SetPolicyResponse]  # type: ignore[assignment]
+    """Change the policy from the next burst boundary on. What is not set stays as it is."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Control of one job's cells, runs and routes. Every call carries "authorization: Bearer TOKEN"."""
@@ -116,7 +128,11 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _scheduler_pb2.DrainCellRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.DrainCellResponse, _abc.Awaitable[_scheduler_pb2.DrainCellResponse]]: ...
+    ) -> _typing.Union[_scheduler_pb2.DrainCellResponse, _abc.Awaitable[_scheduler_pb2.DrainCellResponse]]:
+        """Requests of operators. What would break an invariant is FAILED_PRECONDITION, with the numbers, and changes nothing;
+        what is granted is taken in before the answer: GetDecisions holds what follows from it.
+        Let a cell be quiet, without runs and without training, until it is undrained.
+        """
 
     @_abc_1.abstractmethod
     def UndrainCell(
@@ -130,13 +146,15 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _scheduler_pb2.SwitchCellRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.SwitchCellResponse, _abc.Awaitable[_scheduler_pb2.SwitchCellResponse]]: ...
+    ) -> _typing.Union[_scheduler_pb2.SwitchCellResponse, _abc.Awaitable[_scheduler_pb2.SwitchCellResponse]]:
+        """Move a cell now, to CELL_ROLE_TRAIN or CELL_ROLE_ROLLOUT."""
 
     @_abc_1.abstractmethod
     def SetPolicy(
         self,
         request: _scheduler_pb2.SetPolicyRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.SetPolicyResponse, _abc.Awaitable[_scheduler_pb2.SetPolicyResponse]]: ...
+    ) -> _typing.Union[_scheduler_pb2.SetPolicyResponse, _abc.Awaitable[_scheduler_pb2.SetPolicyResponse]]:
+        """Change the policy from the next burst boundary on. What is not set stays as it is."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

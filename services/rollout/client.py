@@ -9,23 +9,12 @@ import grpc
 
 from services.common.errors import TidegateError
 from services.common.grpc import channel, error_from_status
-from services.common.types import CellRole, CellState
-from services.pb import cell_pb2, cell_pb2_grpc, common_pb2, records_pb2
+from services.common.types import CellRole
+from services.common.wire import ROLE_TO_PB, STATE_FROM_PB
+from services.pb import cell_pb2, cell_pb2_grpc, records_pb2
 from services.rollout.types import CellStatus, UpdateResult
 from services.trainer.types import WeightManifest
 
-_STATES = {
-    common_pb2.CELL_STATE_SERVING: CellState.SERVING,
-    common_pb2.CELL_STATE_UPDATING: CellState.UPDATING,
-    common_pb2.CELL_STATE_STALE: CellState.STALE,
-}
-_ROLES = {
-    CellRole.ROLLOUT: common_pb2.CELL_ROLE_ROLLOUT,
-    CellRole.TO_TRAIN: common_pb2.CELL_ROLE_TO_TRAIN,
-    CellRole.TRAIN: common_pb2.CELL_ROLE_TRAIN,
-    CellRole.TO_ROLLOUT: common_pb2.CELL_ROLE_TO_ROLLOUT,
-    CellRole.DOWN: common_pb2.CELL_ROLE_DOWN,
-}
 _DRAIN_MARGIN_S = 15.0  # what the calls left at the deadline need to end
 PUBLISH_TIMEOUT_S = 600.0
 
@@ -41,7 +30,7 @@ class CellClient:
         answer = await _ask(self._stub.GetStatus(cell_pb2.GetStatusRequest()))
         return CellStatus(
             cell_id=answer.cell_id,
-            state=_STATES[answer.state],
+            state=STATE_FROM_PB[answer.state],
             version=answer.version,
             admitting=answer.admitting,
             num_calls=answer.num_calls,
@@ -65,7 +54,7 @@ class CellClient:
     async def switch(self, role: CellRole, timeout_s: float) -> float:
         """Park or wake the rollout side for a role; returns the seconds it took."""
         started_s = time.monotonic()
-        request = cell_pb2.SwitchRequest(role=_ROLES[role])
+        request = cell_pb2.SwitchRequest(role=ROLE_TO_PB[role])
         await _ask(self._stub.Switch(request, timeout=timeout_s + _DRAIN_MARGIN_S))
         return time.monotonic() - started_s
 

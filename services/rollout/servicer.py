@@ -10,20 +10,16 @@ import grpc
 
 from services.common.errors import ConfigError
 from services.common.grpc import errors_as_status, serve
-from services.common.types import CellState
-from services.pb import cell_pb2, cell_pb2_grpc, common_pb2, records_pb2
+from services.common.types import CellRole
+from services.common.wire import ROLE_FROM_PB, STATE_TO_PB
+from services.pb import cell_pb2, cell_pb2_grpc, records_pb2
 from services.rollout.types import CellStatus, UpdateResult
 from services.trainer.types import Canary, TensorSlot, WeightManifest
 
 SERVICE_NAME = "tidegate.v1.CellService"
 
-_STATES = {
-    CellState.SERVING: common_pb2.CELL_STATE_SERVING,
-    CellState.UPDATING: common_pb2.CELL_STATE_UPDATING,
-    CellState.STALE: common_pb2.CELL_STATE_STALE,
-}
-_PARKED = (common_pb2.CELL_ROLE_TO_TRAIN, common_pb2.CELL_ROLE_TRAIN)
-_AWAKE = (common_pb2.CELL_ROLE_TO_ROLLOUT, common_pb2.CELL_ROLE_ROLLOUT)
+_PARKED = (CellRole.TO_TRAIN, CellRole.TRAIN)
+_AWAKE = (CellRole.TO_ROLLOUT, CellRole.ROLLOUT)
 _SWITCH_MARGIN_S = 1.0  # a switch must answer before its caller's deadline
 _SWITCH_TIMEOUT_S = 30.0
 
@@ -57,7 +53,7 @@ class CellServicer(cell_pb2_grpc.CellServiceServicer):
         status = await self._cell.status()
         return cell_pb2.GetStatusResponse(
             cell_id=status.cell_id,
-            state=_STATES[status.state],
+            state=STATE_TO_PB[status.state],
             version=status.version,
             admitting=status.admitting,
             num_calls=status.num_calls,
@@ -87,11 +83,12 @@ class CellServicer(cell_pb2_grpc.CellServiceServicer):
         self, request: cell_pb2.SwitchRequest, context: grpc.aio.ServicerContext
     ) -> cell_pb2.SwitchResponse:
         started_s = time.monotonic()
-        if request.role in _PARKED:
+        role = ROLE_FROM_PB.get(request.role)
+        if role in _PARKED:
             left_s = context.time_remaining()
             timeout_s = _SWITCH_TIMEOUT_S if left_s is None else max(left_s - _SWITCH_MARGIN_S, 0.0)
             await self._cell.drain(timeout_s)
-        elif request.role in _AWAKE:
+        elif role in _AWAKE:
             await self._cell.admit()
         else:
             raise ConfigError("a cell can be switched to training or to rollout.", "Send one of those roles.")

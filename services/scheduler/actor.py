@@ -21,11 +21,11 @@ from services.common.remote import one_line
 from services.common.types import RouteTable
 from services.scheduler.actions import Action, Decision, DropGroup, FinishJob, OpenGroup, ScoreGroup, StartRun
 from services.scheduler.eventlog import EventLog
-from services.scheduler.events import ActionFailed, CancelRequested, Event, Tick
+from services.scheduler.events import ActionFailed, CancelRequested, Event, PolicyRequested, Request, Tick
 from services.scheduler.observe import Observer
 from services.scheduler.options import JobOptions
 from services.scheduler.performer import Performer
-from services.scheduler.servicer import serve_scheduler
+from services.scheduler.servicer import next_boundary, serve_scheduler
 from services.scheduler.state import JobState
 from services.scheduler.types import LoggedDecision, LoggedEvent, ResumeState, RunView
 
@@ -134,6 +134,21 @@ class JobScheduler:
 
     def decisions(self, limit: int) -> list[LoggedDecision]:
         return self.log.decisions(limit)
+
+    async def request(self, request: Request) -> int:
+        """Take in what a user asks for, or raise why it cannot be; returns the step from which it holds.
+
+        (A policy holds from the next burst boundary on, anything else at once.)
+        """
+        refusal = self._state.refusal(request)
+        if refusal is not None:
+            raise refusal
+        # nothing awaits in between: the state that grants the request is the one that takes it in
+        for decision in self._handle(request):
+            self._perform_soon(decision.action)
+        await self._wake_watchers()
+        snapshot = self._state.snapshot()
+        return next_boundary(snapshot) if isinstance(request, PolicyRequested) else int(snapshot["step"])
 
     def watch_events(self, after_sequence: int) -> AsyncIterator[LoggedEvent]:
         return self.log.watch(after_sequence)

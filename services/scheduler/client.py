@@ -8,20 +8,19 @@ from typing import Any
 
 import grpc
 
+from services.common.errors import ConfigError
 from services.common.grpc import DEFAULT_DEADLINE_S, channel, error_from_status
-from services.common.types import CellKind, CellRoute, RouteTable
+from services.common.types import CellRole, CellRoute, RouteTable
+from services.common.wire import KIND_FROM_PB, ROLE_FROM_PB, ROLE_TO_PB, STATE_FROM_PB
 from services.pb import scheduler_pb2, scheduler_pb2_grpc
-from services.scheduler.servicer import ROLE_TO_PB, STATE_TO_PB
-from services.scheduler.types import CellView, ClusterState, LoggedDecision, LoggedEvent, RunView
-
-_ROLE_FROM_PB = {number: role for role, number in ROLE_TO_PB.items()}
-_STATE_FROM_PB = {number: state for state, number in STATE_TO_PB.items()}
+from services.scheduler.types import CellView, ClusterState, LoggedDecision, LoggedEvent, PolicyView, RunView
 
 
 class SchedulerClient:
     """Talks to one job's scheduler. ``job_id`` may stay empty: then it is the job of the server at ``address``.
 
-    Errors: ``AccessError`` (token), ``NotFoundError`` (another job), ``MachineError`` (no answer, lost connection).
+    Errors: ``AccessError`` (token), ``NotFoundError`` (another job, an unknown cell), ``ConfigError`` (bad numbers),
+    ``RefusedError`` (would break an invariant; nothing was changed), ``MachineError`` (no answer, lost connection).
     """
 
     def __init__(self, address: str, token: str, job_id: str = "", deadline_s: float = DEFAULT_DEADLINE_S) -> None:
@@ -45,6 +44,10 @@ class SchedulerClient:
             ready_groups=answer.ready_groups,
             outstanding_groups=answer.outstanding_groups,
             lost_groups=answer.lost_groups,
+            queued_runs=answer.queued_runs,
+            running_runs=answer.running_runs,
+            policy=_policy(answer.policy),
+            reason=answer.reason,
             cells=tuple(_cell(cell) for cell in answer.cells),
         )
 
@@ -62,6 +65,32 @@ class SchedulerClient:
         """End the job in good order: what was trained is saved."""
         await _call(self._stub.CancelJob(scheduler_pb2.CancelJobRequest(job_id=self._job_id, reason=reason)))
 
+    async def drain_cell(self, cell_id: str) -> None:
+        """Let a cell be quiet, without runs and without training, until it is undrained."""
+        await _call(self._stub.DrainCell(scheduler_pb2.DrainCellRequest(job_id=self._job_id, cell_id=cell_id)))
+
+    async def undrain_cell(self, cell_id: str) -> None:
+        """Give a drained cell back to the job."""
+        await _call(self._stub.UndrainCell(scheduler_pb2.UndrainCellRequest(job_id=self._job_id, cell_id=cell_id)))
+
+    async def switch_cell(self, cell_id: str, role: CellRole) -> None:
+        """Move a cell now, to ``TRAIN`` or ``ROLLOUT``. One that moved to rollout stays until the burst ends."""
+        request = scheduler_pb2.SwitchCellRequest(job_id=self._job_id, cell_id=cell_id, role=ROLE_TO_PB[role])
+        await _call(self._stub.SwitchCell(request))
+
+    async def set_policy(
+        self, *, carry_over_steps: float | None = None, steps_per_burst: int | None = None, mode: str | None = None
+    ) -> int:
+        """Change phi, mu or the mode (None: as it is); returns the step of the burst boundary from which it holds."""
+        try:
+            request = scheduler_pb2.SetPolicyRequest(
+                job_id=self._job_id, carry_over_steps=carry_over_steps, steps_per_burst=steps_per_burst, mode=mode
+            )
+        except ValueError as error:
+            raise ConfigError(f"cannot be sent: {error}.", "steps_per_burst is a number of 32 bits.") from error
+        from_step: int = (await _call(self._stub.SetPolicy(request))).from_step
+        return from_step
+
     async def watch_events(self, after_sequence: int = 0) -> AsyncIterator[LoggedEvent]:
         """Events behind ``after_sequence``, then new ones; ends with the job. (Kind ``EventsSkipped``: see the log.)"""
         request = scheduler_pb2.WatchEventsRequest(job_id=self._job_id, after_sequence=after_sequence)
@@ -77,7 +106,7 @@ class SchedulerClient:
                 epoch=table.epoch,
                 cells=tuple(
                     CellRoute(
-                        route.cell_id, route.actor_name, _STATE_FROM_PB[route.state], route.version, route.free_slots
+                        route.cell_id, route.actor_name, STATE_FROM_PB[route.state], route.version, route.free_slots
                     )
                     for route in table.cells
                 ),
@@ -106,14 +135,28 @@ async def _stream(call: Any) -> AsyncIterator[Any]:
 def _cell(cell: scheduler_pb2.Cell) -> CellView:
     return CellView(
         cell.cell_id,
-        _ROLE_FROM_PB[cell.role],
-        _STATE_FROM_PB[cell.state],
+        ROLE_FROM_PB[cell.role],
+        STATE_FROM_PB[cell.state],
         cell.version,
         cell.slots,
         cell.num_runs,
-        CellKind.CORE if cell.is_core else CellKind.SATELLITE,
+        KIND_FROM_PB[cell.kind],
         cell.draining,
         cell.reason,
+    )
+
+
+def _policy(policy: scheduler_pb2.Policy) -> PolicyView:
+    pending = {field.name: value for field, value in policy.pending.ListFields() if field.name != "from_step"}
+    return PolicyView(
+        mode=policy.mode,
+        streaming=policy.streaming,
+        rule=policy.rule,
+        train_cells=policy.train_cells,
+        carry_over_steps=policy.carry_over_steps,
+        steps_per_burst=policy.steps_per_burst,
+        pending=pending,
+        pending_from_step=policy.pending.from_step if policy.HasField("pending") else None,
     )
 
 

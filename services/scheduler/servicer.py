@@ -1,7 +1,4 @@
-"""SchedulerService: translates between protobuf and the scheduler's own types, and nothing else.
-
-Methods that are not here answer UNIMPLEMENTED (gRPC's own answer).
-"""
+"""SchedulerService: translates between protobuf and the scheduler's own types, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,24 +11,15 @@ import grpc
 
 from services.common.errors import ConfigError
 from services.common.grpc import errors_as_status, serve, stream_errors_as_status
-from services.common.types import CellKind, CellRole, CellState, RouteTable
-from services.pb import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.common.types import CellRole, RouteTable
+from services.common.wire import KIND_TO_PB, ROLE_FROM_PB, ROLE_TO_PB, STATE_TO_PB
+from services.pb import scheduler_pb2, scheduler_pb2_grpc
+from services.scheduler.events import DrainRequested, PolicyRequested, Request, SwitchRequested, UndrainRequested
+from services.scheduler.options import PolicyMode
 from services.scheduler.types import LoggedDecision, LoggedEvent, RunView
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
-ROLE_TO_PB: dict[CellRole, common_pb2.CellRole.ValueType] = {
-    CellRole.ROLLOUT: common_pb2.CELL_ROLE_ROLLOUT,
-    CellRole.TO_TRAIN: common_pb2.CELL_ROLE_TO_TRAIN,
-    CellRole.TRAIN: common_pb2.CELL_ROLE_TRAIN,
-    CellRole.TO_ROLLOUT: common_pb2.CELL_ROLE_TO_ROLLOUT,
-    CellRole.DOWN: common_pb2.CELL_ROLE_DOWN,
-}
-STATE_TO_PB: dict[CellState, common_pb2.CellState.ValueType] = {
-    CellState.SERVING: common_pb2.CELL_STATE_SERVING,
-    CellState.UPDATING: common_pb2.CELL_STATE_UPDATING,
-    CellState.STALE: common_pb2.CELL_STATE_STALE,
-}
 NUM_RUNS_BY_DEFAULT = 200
 """Runs or decisions in an answer when the request names no limit."""
 
@@ -46,13 +34,12 @@ class Scheduler(Protocol):
     def watch_events(self, after_sequence: int) -> AsyncIterator[LoggedEvent]: ...
     def watch_routes(self) -> AsyncIterator[RouteTable]: ...
     async def cancel(self, reason: str) -> None: ...
+    async def request(self, request: Request) -> int: ...
 
 
 async def serve_scheduler(scheduler: Scheduler, *, host: str, port: int, token: str) -> tuple[grpc.aio.Server, str]:
     """Serve one job's scheduler; returns the server with its address."""
-    # the generated stub calls every method abstract; those that are left out answer UNIMPLEMENTED
-    servicer = SchedulerServicer(scheduler)  # type: ignore[abstract]
-    add = functools.partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer)
+    add = functools.partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, SchedulerServicer(scheduler))
     return await serve([add], [SERVICE_NAME], host=host, port=port, token=token)
 
 
@@ -85,6 +72,30 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._scheduler.cancel(request.reason or "cancelled through gRPC")
         return scheduler_pb2.CancelJobResponse()
 
+    @errors_as_status
+    async def DrainCell(self, request: Any, context: Any) -> scheduler_pb2.DrainCellResponse:  # noqa: N802
+        self._scheduler.check_job(request.job_id)
+        await self._scheduler.request(DrainRequested(_cell_id(request.cell_id)))
+        return scheduler_pb2.DrainCellResponse()
+
+    @errors_as_status
+    async def UndrainCell(self, request: Any, context: Any) -> scheduler_pb2.UndrainCellResponse:  # noqa: N802
+        self._scheduler.check_job(request.job_id)
+        await self._scheduler.request(UndrainRequested(_cell_id(request.cell_id)))
+        return scheduler_pb2.UndrainCellResponse()
+
+    @errors_as_status
+    async def SwitchCell(self, request: Any, context: Any) -> scheduler_pb2.SwitchCellResponse:  # noqa: N802
+        self._scheduler.check_job(request.job_id)
+        await self._scheduler.request(SwitchRequested(_cell_id(request.cell_id), _target_role(request.role)))
+        return scheduler_pb2.SwitchCellResponse()
+
+    @errors_as_status
+    async def SetPolicy(self, request: Any, context: Any) -> scheduler_pb2.SetPolicyResponse:  # noqa: N802
+        self._scheduler.check_job(request.job_id)
+        from_step = await self._scheduler.request(policy_from_pb(request))
+        return scheduler_pb2.SetPolicyResponse(from_step=from_step)
+
     @stream_errors_as_status
     async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[scheduler_pb2.Event]:  # noqa: N802
         self._scheduler.check_job(request.job_id)
@@ -106,6 +117,51 @@ def _limit(limit: int) -> int:
     return limit or NUM_RUNS_BY_DEFAULT
 
 
+def _cell_id(cell_id: str) -> str:
+    if not cell_id:
+        raise ConfigError("cell_id is empty.", "Name one of the cells that GetClusterState lists, as cell-1.")
+    return cell_id
+
+
+def _target_role(number: int) -> CellRole:
+    role = ROLE_FROM_PB.get(number)
+    if role not in (CellRole.TRAIN, CellRole.ROLLOUT):
+        given = "unspecified" if number == 0 else role or number
+        raise ConfigError(f"a cell cannot be switched to role {given}.", "Send CELL_ROLE_TRAIN or CELL_ROLE_ROLLOUT.")
+    return role
+
+
+def policy_from_pb(request: scheduler_pb2.SetPolicyRequest) -> PolicyRequested:
+    modes = [str(mode) for mode in PolicyMode]
+    if request.HasField("mode") and request.mode not in modes:
+        raise ConfigError(f"no policy mode {request.mode!r}.", f"Modes are {', '.join(modes)}.")
+    policy = PolicyRequested(
+        carry_over_steps=request.carry_over_steps if request.HasField("carry_over_steps") else None,
+        steps_per_burst=request.steps_per_burst if request.HasField("steps_per_burst") else None,
+        mode=PolicyMode(request.mode) if request.HasField("mode") else None,
+    )
+    if policy == PolicyRequested():
+        raise ConfigError("nothing to set.", "Set carry_over_steps (phi), steps_per_burst (mu) or mode.")
+    return policy
+
+
+def next_boundary(snapshot: dict[str, Any]) -> int:
+    """The step after which the next burst boundary comes: a burst begins at the version published last."""
+    step: int = snapshot["step"]
+    if snapshot["version"] < 0:  # the first weights are on their way
+        return step
+    burst_end: int = snapshot["version"] + snapshot["policy"]["steps_per_burst"]
+    return max(step, min(burst_end, snapshot["steps_target"]))
+
+
+def policy_to_pb(snapshot: dict[str, Any]) -> scheduler_pb2.Policy:
+    policy = {name: value for name, value in snapshot["policy"].items() if name != "pending"}
+    message = scheduler_pb2.Policy(**policy)
+    if pending := snapshot["policy"]["pending"]:
+        message.pending.CopyFrom(scheduler_pb2.PendingPolicy(from_step=next_boundary(snapshot), **pending))
+    return message
+
+
 def cluster_state_to_pb(snapshot: dict[str, Any]) -> scheduler_pb2.GetClusterStateResponse:
     return scheduler_pb2.GetClusterStateResponse(
         job_id=snapshot["job_id"],
@@ -120,6 +176,10 @@ def cluster_state_to_pb(snapshot: dict[str, Any]) -> scheduler_pb2.GetClusterSta
         outstanding_groups=snapshot["outstanding_groups"],
         water_level=snapshot["water_level"],
         lost_groups=snapshot["lost_groups"],
+        queued_runs=snapshot["queued_runs"],
+        running_runs=snapshot["active_runs"],
+        reason=snapshot["reason"],
+        policy=policy_to_pb(snapshot),
         cells=[
             scheduler_pb2.Cell(
                 cell_id=cell["cell_id"],
@@ -128,7 +188,7 @@ def cluster_state_to_pb(snapshot: dict[str, Any]) -> scheduler_pb2.GetClusterSta
                 version=cell["version"],
                 slots=cell["slots"],
                 num_runs=cell["num_runs"],
-                is_core=cell["kind"] == CellKind.CORE,
+                kind=KIND_TO_PB[cell["kind"]],
                 draining=cell["is_draining"],
                 reason=cell["reason"],
             )

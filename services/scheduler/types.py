@@ -130,6 +130,26 @@ class RunView:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyView:
+    """The policy as clients see it."""
+
+    mode: str
+    streaming: bool
+    rule: str
+    """``elastic``."""
+    train_cells: int
+    """``async``."""
+    carry_over_steps: float
+    """phi."""
+    steps_per_burst: int
+    """mu."""
+    pending: dict[str, Any] = field(default_factory=dict)
+    """The fields above that change, with their new values."""
+    pending_from_step: int | None = None
+    """The burst boundary (as a step) from which ``pending`` holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterState:
     """A job's state as gRPC clients see it."""
 
@@ -146,6 +166,13 @@ class ClusterState:
     ready_groups: int
     outstanding_groups: int
     lost_groups: int
+    queued_runs: int
+    """Runs that wait for a slot, those that wait for a further attempt included."""
+    running_runs: int
+    """Attempts that hold a slot."""
+    policy: PolicyView
+    reason: str = ""
+    """Why the job ends or ended."""
     cells: tuple[CellView, ...] = ()
 
 
