@@ -25,7 +25,7 @@ from services.scheduler.events import ActionFailed, CancelRequested, Event, Poli
 from services.scheduler.observe import Observer
 from services.scheduler.options import JobOptions
 from services.scheduler.performer import Performer
-from services.scheduler.servicer import next_boundary, serve_scheduler
+from services.scheduler.servicer import serve_scheduler
 from services.scheduler.state import JobState
 from services.scheduler.types import LoggedDecision, LoggedEvent, ResumeState, RunView
 
@@ -144,11 +144,16 @@ class JobScheduler:
         if refusal is not None:
             raise refusal
         # nothing awaits in between: the state that grants the request is the one that takes it in
-        for decision in self._handle(request):
+        try:
+            decisions = self._handle(request)
+        except Exception as error:
+            decisions = self._fail(request, error)
+        for decision in decisions:
             self._perform_soon(decision.action)
         await self._wake_watchers()
         snapshot = self._state.snapshot()
-        return next_boundary(snapshot) if isinstance(request, PolicyRequested) else int(snapshot["step"])
+        is_policy = isinstance(request, PolicyRequested)
+        return int(snapshot["policy"]["pending_from_step"] if is_policy else snapshot["step"])
 
     def watch_events(self, after_sequence: int) -> AsyncIterator[LoggedEvent]:
         return self.log.watch(after_sequence)

@@ -145,20 +145,13 @@ def policy_from_pb(request: scheduler_pb2.SetPolicyRequest) -> PolicyRequested:
     return policy
 
 
-def next_boundary(snapshot: dict[str, Any]) -> int:
-    """The step after which the next burst boundary comes: a burst begins at the version published last."""
-    step: int = snapshot["step"]
-    if snapshot["version"] < 0:  # the first weights are on their way
-        return step
-    burst_end: int = snapshot["version"] + snapshot["policy"]["steps_per_burst"]
-    return max(step, min(burst_end, snapshot["steps_target"]))
-
-
-def policy_to_pb(snapshot: dict[str, Any]) -> scheduler_pb2.Policy:
-    policy = {name: value for name, value in snapshot["policy"].items() if name != "pending"}
-    message = scheduler_pb2.Policy(**policy)
-    if pending := snapshot["policy"]["pending"]:
-        message.pending.CopyFrom(scheduler_pb2.PendingPolicy(from_step=next_boundary(snapshot), **pending))
+def policy_to_pb(policy: dict[str, Any]) -> scheduler_pb2.Policy:
+    numbers = {name: value for name, value in policy.items() if not name.startswith("pending")}
+    message = scheduler_pb2.Policy(**numbers)
+    if policy["pending"]:
+        message.pending.CopyFrom(
+            scheduler_pb2.PendingPolicy(from_step=policy["pending_from_step"], **policy["pending"])
+        )
     return message
 
 
@@ -179,7 +172,7 @@ def cluster_state_to_pb(snapshot: dict[str, Any]) -> scheduler_pb2.GetClusterSta
         queued_runs=snapshot["queued_runs"],
         running_runs=snapshot["active_runs"],
         reason=snapshot["reason"],
-        policy=policy_to_pb(snapshot),
+        policy=policy_to_pb(snapshot["policy"]),
         cells=[
             scheduler_pb2.Cell(
                 cell_id=cell["cell_id"],
