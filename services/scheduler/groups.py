@@ -126,6 +126,8 @@ class GroupBook:
         self.num_scoring = 0
         self.num_outstanding = 0
         """Training groups that are unfinished, or ready but untrained."""
+        self.num_outstanding_by_version: dict[int, int] = {}
+        """The same by the version under which they were dispatched; without those in training."""
         self.num_lost = 0
         self.num_lost_in_a_row = 0
         """Lost since a group became ready."""
@@ -201,9 +203,12 @@ class GroupBook:
             late.append(run)
         return late
 
-    def oldest_ready(self, count: int) -> list[Group]:
-        """Oldest version first, ties by id."""
-        return sorted(self.ready.values(), key=lambda group: (group.spec.version, group.group_id))[:count]
+    def oldest_ready(self, count: int, newest_version: int | None = None) -> list[Group]:
+        """At most ``count``, oldest version first, ties by id; none newer than ``newest_version``."""
+        groups = sorted(self.ready.values(), key=lambda group: (group.spec.version, group.group_id))
+        if newest_version is not None:
+            groups = [group for group in groups if group.spec.version <= newest_version]
+        return groups[:count]
 
     # -- transitions of runs --
 
@@ -215,7 +220,9 @@ class GroupBook:
             self._queue_of(run).append(run)
         self._groups[spec.group_id] = group
         self._tally_of(group).dispatched += len(spec.run_ids)
-        self.num_outstanding += not spec.is_eval
+        if not spec.is_eval:
+            self.num_outstanding += 1
+            self._count_version(group, 1)
         return group
 
     def take_slot(self, run: Run, now_s: float) -> None:
@@ -227,6 +234,8 @@ class GroupBook:
         self._count_start(run)
 
     def mark_running(self, run: Run) -> None:
+        if run.status is RunStatus.RUNNING:
+            return  # said again after a restart of the scheduler
         if run.status is not RunStatus.STARTING:
             raise InvariantError(f"run {run.run_id} started while {run.status}.")
         del self._starting[run.run_id]
@@ -281,18 +290,22 @@ class GroupBook:
         for group in groups:
             group.move_to(GroupStatus.TRAINING)
             del self.ready[group.group_id]
+            self._count_version(group, -1)
 
     def return_from_training(self, groups: list[Group]) -> None:
         """Their step failed: they are ready again, for a resumed job."""
         for group in groups:
             group.move_to(GroupStatus.READY)
             self.ready[group.group_id] = group
+            self._count_version(group, 1)
 
     def retire(self, group: Group, status: GroupStatus) -> None:
         """Trained, evaluated or lost: all its runs are final, and nothing more is expected of it."""
         if group.num_unfinished:
             raise InvariantError(f"group {group.group_id} is {status} with {group.num_unfinished} unfinished runs.")
         self.num_scoring -= group.status is GroupStatus.SCORING
+        if not group.spec.is_eval and group.status is not GroupStatus.TRAINING:
+            self._count_version(group, -1)
         self.ready.pop(group.group_id, None)
         group.move_to(status)
         del self._groups[group.group_id]
@@ -308,8 +321,15 @@ class GroupBook:
         group = Group(ready.spec, ready.task_index, GroupStatus.SCORING)
         self._groups[ready.spec.group_id] = group
         self.num_outstanding += 1
+        self._count_version(group, 1)
         self.num_scoring += 1
         self.mark_ready(group, ready.result)
+
+    def _count_version(self, group: Group, change: int) -> None:
+        counts, version = self.num_outstanding_by_version, group.spec.version
+        counts[version] = counts.get(version, 0) + change
+        if counts[version] == 0:
+            del counts[version]
 
     def _queue_of(self, run: Run) -> deque[Run]:
         return self._eval_queue if run.group.spec.is_eval else self._train_queue

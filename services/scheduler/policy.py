@@ -10,23 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class CellLoad:
-    """A cell as the choice of a run's cell sees it."""
-
-    cell_id: str
-    index: int
-    """Position in the switching order."""
-    slots: int
-    num_runs: int
-
-    @property
-    def num_free(self) -> int:
-        return self.slots - self.num_runs
+from collections.abc import Mapping
 
 
 def outstanding_target(
@@ -54,15 +38,28 @@ def may_leave_rollout(water_level: int, rollout_slots: int, cell_slots: int) -> 
 
 
 def core_may_leave_rollout(
-    water_level: int, rollout_slots: int, core_slots: int, num_ready: int, groups_per_step: int
+    water_level: int, rollout_slots: int, core_slots: int, num_ready: int, num_needed: int
 ) -> tuple[bool, str]:
     """Eq. 5 for the core, which also needs something to train.
 
-    A step is trained in one piece, when all its B groups are ready; so the core needs B ready groups.
+    ``num_needed``: 1 if groups are trained as they become ready; all groups of a step if that is trained in one piece.
     """
-    ready = f"{min(num_ready, groups_per_step)} of {groups_per_step} groups are ready"
+    ready = f"{num_ready} groups are ready of the {num_needed} that it needs"
     may_leave, why = may_leave_rollout(water_level, rollout_slots, core_slots)
-    return may_leave and num_ready >= groups_per_step, f"{why.replace('C_e', 'C_core')} and {ready}"
+    return may_leave and num_ready >= num_needed, f"{why.replace('C_e', 'C_core')} and {ready}"
+
+
+def satellite_may_leave_rollout(
+    water_level: int, rollout_slots: int, cell_slots: int, num_unclaimed: int
+) -> tuple[bool, str]:
+    """Eq. 5 for a satellite, which also needs work of the step in flight that no cell has claimed."""
+    may_leave, why = may_leave_rollout(water_level, rollout_slots, cell_slots)
+    return may_leave and num_unclaimed > 0, f"{why} and {num_unclaimed} micro-steps are unclaimed"
+
+
+def pool_may_leave_rollout(num_ready: int, num_needed: int) -> tuple[bool, str]:
+    """Colocation: the whole pool switches when all groups that the burst still needs are ready."""
+    return num_ready >= num_needed, f"{num_ready} groups are ready of the {num_needed} that the burst needs"
 
 
 def core_stays_in_training(
@@ -87,17 +84,31 @@ def too_stale(step: int, version: int, max_staleness_steps: int) -> tuple[bool, 
     return stale, f"staleness {staleness} = step {step} - version {version}, max {max_staleness_steps}"
 
 
-def choose_cell_for_run(cells: Iterable[CellLoad], *, needs_free_slot: bool = True) -> tuple[str | None, str]:
-    """The cell with most free slots; among equals the one that leaves rollout last. ``cells`` serve rollout.
+def newest_admissible_version(
+    step: int, num_seats: int, groups_per_step: int, max_staleness_steps: int, num_by_version: Mapping[int, int]
+) -> tuple[int | None, str]:
+    """Which groups may take a seat of the step that is being filled, so that none grows too old in waiting.
 
-    ``needs_free_slot=False`` is for runs that already run and must go somewhere: it may overfill a cell.
+    A group of version v has to be trained before more than ``v + max_staleness_steps`` steps are done. As long as
+    fewer groups are due within k further steps than these have seats, any group may be trained; at equality only
+    those that are due. ``step`` steps are done, ``num_seats`` seats are left in the next one, ``num_by_version``
+    counts the groups that are outstanding and in no step. Returns None (any), or the newest version that may.
     """
-    best = max(cells, key=lambda cell: (cell.num_free, cell.index), default=None)
-    if best is None:
-        return None, "no cell serves"
-    if needs_free_slot and best.num_free <= 0:
-        return None, f"no free slot: {best.cell_id} has {best.num_runs} runs in {best.slots} slots"
-    return best.cell_id, f"{best.cell_id} has most free slots: {best.num_free} of {best.slots}"
+    num_due = 0
+    for version in sorted(num_by_version):
+        num_due += num_by_version[version]
+        num_steps_behind = max(0, version + max_staleness_steps - step)
+        if num_due >= num_seats + num_steps_behind * groups_per_step:
+            return version, (
+                f"{num_due} groups of version {version} or older are due within {num_steps_behind + 1} steps "
+                f"(max staleness {max_staleness_steps}), which have no seat for others"
+            )
+    return None, "no group is due"
+
+
+def preference_of_cell(num_free_slots: int, index: int) -> tuple[int, int]:
+    """Order in which cells are taken for a run, the smallest first: most free slots; then that which leaves last."""
+    return -num_free_slots, -index
 
 
 def task_at(position: int, num_tasks: int, seed: int) -> int:

@@ -11,14 +11,24 @@ from typing import TYPE_CHECKING
 from services.common.errors import InvariantError
 from services.common.types import CellRole, CellState
 from services.scheduler import policy
-from services.scheduler.actions import PublishWeights, StartRun, SwitchCell, TrainStep
+from services.scheduler.actions import PublishWeights, StartRun, TrainStep
 from services.scheduler.cells import Cell
+from services.scheduler.options import AtStalenessBound, PolicyMode
+from services.scheduler.placement import (
+    leave_rollout,
+    place_core_after_burst,
+    rescue_rollout,
+    return_after_burst,
+    return_drained,
+)
+from services.scheduler.step import OpenStep
 from services.scheduler.types import JobStatus
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 
 _BROKEN = (Outcome.HARNESS_CRASH,)
 """Outcomes that count, but show no working harness where nothing else is seen."""
 _MIN_RUNS_TO_JUDGE = 16
+
 
 if TYPE_CHECKING:
     from services.scheduler.state import JobState
@@ -47,22 +57,30 @@ def _publish(state: JobState) -> bool:
         return False
     if state.status is JobStatus.STARTING and len(state.cells) < state.options.num_cells:
         return False
-    live = state.cells.live
-    in_transition = any(cell.in_transition for cell in live)
     has_held_out_pass = state.evaluation is not None or state.new_best is not None
-    if state.wanted_version is not None and live and not has_held_out_pass and not in_transition:
-        for cell in live:
-            cell.num_update_attempts = 1
-        _begin_publication(state, state.wanted_version, live, f"{len(live)} cells are live; the core comes last")
-        return True
-    stale = [cell for cell in live if cell.role is CellRole.ROLLOUT and cell.state is CellState.STALE]
+    if state.wanted_version is not None and not has_held_out_pass and not state.cells.in_transition:
+        served = [cell for cell in state.cells.live if _takes_new_weights(state, cell)]
+        for cell in served:
+            cell.note_update_attempts(1)
+        if served:
+            _begin_publication(state, state.wanted_version, served, f"{len(served)} live cells, the core last")
+            return True
+    if state.version < 0:
+        return False
+    stale = [cell for cell in state.cells.live if cell.role is CellRole.ROLLOUT and cell.state is CellState.STALE]
     targets = [cell for cell in stale if cell.is_repairable]
-    if not targets or state.version < 0:
+    if not targets:
         return False
     for cell in targets:
-        cell.num_update_attempts += 1
+        cell.note_update_attempts(cell.num_update_attempts + 1)
     _begin_publication(state, state.version, targets, "; ".join(f"{cell.cell_id} {cell.reason}" for cell in targets))
     return True
+
+
+def _takes_new_weights(state: JobState, cell: Cell) -> bool:
+    """A drained cell gets them when it is undrained, one that only trains when it ever returns to rollout."""
+    only_trains = state.options.policy.mode is PolicyMode.ASYNC and cell.role is CellRole.TRAIN
+    return not cell.is_draining and not only_trains
 
 
 def _begin_publication(state: JobState, version: int, cells: list[Cell], reason: str) -> None:
@@ -74,9 +92,13 @@ def _cross_boundary(state: JobState) -> bool:
     """After a publication: a held-out pass if one is due, Eq. 6 for the core, dispatch up to Q."""
     if not state.at_boundary:
         return False
+    state.options, state.pending_policy = state.next_options, None
     options = state.options
     state.status, state.at_boundary = JobStatus.RUNNING, False
     state.burst_done, state.burst_steps = 0, min(options.steps_per_burst, state.steps_left)
+    state.departures_are_over = False
+    for cell in state.cells:
+        cell.is_held = False
     if state.evaluation_is_due:
         if state.step > 0 and state.exported_step != state.step:
             state.save_checkpoint("resumed where a held-out pass is due", export=True)
@@ -85,100 +107,62 @@ def _cross_boundary(state: JobState) -> bool:
         options.groups_per_step, options.steps_per_burst, options.carry_over_steps, state.steps_left
     )
     num_groups, why = policy.groups_to_dispatch(target, state.book.num_outstanding)
-    _place_core_after_burst(state, num_groups * options.group_size)
+    place_core_after_burst(state, num_groups * options.group_size)
     for _ in range(num_groups):
         state.open_training_group(f"burst boundary at step {state.step}: {why}; {why_target}")
     return True
 
 
-def _place_core_after_burst(state: JobState, num_missing_runs: int) -> None:
-    core = state.cells.core
-    if core is None or core.role is not CellRole.TRAIN:
-        return
-    if state.steps_left == 0:
-        if state.evaluation is not None:
-            state.return_core(core, f"all {state.options.steps} steps are trained and a held-out pass runs")
-        return
-    others = sum(cell.slots for cell in state.cells.live if not cell.is_core and cell.state is not CellState.STALE)
-    stays, why = policy.core_stays_in_training(
-        state.book.water_level, len(state.book.ready), num_missing_runs, others, state.options.groups_per_step
-    )
-    if not stays:
-        state.return_core(core, f"core returns to rollout: {why}")
-
-
 def _drop_stale(state: JobState) -> bool:
-    """Ready groups beyond the staleness bound are dropped and replaced."""
+    """Groups beyond the staleness bound are dropped and replaced.
+
+    In ``wait`` mode none gets there, but those that a resumed job brought along under a lower bound.
+    """
     if not state.staleness_is_due:
         return False
     state.staleness_is_due = False
     if state.steps_left == 0:
         return False
-    for group in list(state.book.ready.values()):
+    drops_unfinished = state.options.at_staleness_bound is AtStalenessBound.DROP
+    unfinished = state.book.unfinished(is_eval=False) if drops_unfinished else []
+    for group in [*state.book.ready.values(), *unfinished]:
         stale, why = policy.too_stale(state.step, group.spec.version, state.options.max_staleness_steps)
         if stale and not state.status.is_final and state.status is not JobStatus.ENDING:
             state.drop_and_replace(group, f"too stale: {why}")
     return False
 
 
-def _rescue_rollout(state: JobState) -> bool:
-    """With no rollout capacity left and runs unfinished, the core goes back as soon as its step ends."""
-    core = state.cells.core
-    if core is None or core.role is not CellRole.TRAIN or state.training_step is not None:
-        return False
-    if state.publication is not None or state.book.water_level == 0:
-        return False
-    others = [cell for cell in state.cells.live if not cell.is_core]
-    if any(cell.state is not CellState.STALE or cell.is_repairable for cell in others):
-        return False
-    state.return_core(core, f"no other cell can serve and w={state.book.water_level} runs are unfinished")
-    return True
-
-
 def _train(state: JobState) -> bool:
-    """The next step of the burst, once the core is in training and B groups are ready."""
-    size = state.options.groups_per_step
-    if state.training_step is not None or state.checkpoint is not None or state.burst_done >= state.burst_steps:
+    """The next step of the burst, or more groups of it, once the core is in training.
+
+    Without streaming a step starts when all of its groups are ready; with it, groups join as they become ready.
+    """
+    step = state.training_step
+    if step is not None and step.is_closed:
+        return False
+    if state.checkpoint is not None or state.burst_left == 0 or state.wanted_version is not None:
         return False
     core = state.cells.core
     if core is not None and core.role not in (CellRole.TRAIN, CellRole.DOWN):
         return False
-    if state.wanted_version is not None or len(state.book.ready) < size:
+    if len(state.book.ready) < state.num_ready_needed:
         return False
-    groups = state.book.oldest_ready(size)
+    groups = state.admissible(state.seats_left)
+    if len(groups) < state.num_ready_needed:
+        return False
     state.book.begin_training(groups)
-    state.training_step = TrainStep(state.step + 1, tuple(group.group_id for group in groups), state.version)
+    if step is None:
+        step = state.training_step = OpenStep(state.step + 1, state.version, state.next_step_seats)
+    step.group_ids += [group.group_id for group in groups]
+    step.num_unclaimed += len(groups)
+    step.is_closed = step.num_missing == 0
     where = "core is in training" if core is not None and core.is_live else "core's rollout side is down"
-    oldest = state.step - groups[0].spec.version
+    ages = f"oldest staleness {state.step - groups[0].spec.version}" if groups else "the step closes short"
     state.decide(
-        state.training_step,
-        f"{where}, {size} of {size} groups are ready; step {state.burst_done + 1} of {state.burst_steps} in its "
-        f"burst, oldest staleness {oldest}",
+        TrainStep(step.step, tuple(group.group_id for group in groups), step.version, step.num_missing),
+        f"{where}, {len(step.group_ids)} of {step.num_seats} groups are in; step {state.burst_done + 1} of "
+        f"{state.burst_steps} in its burst, {ages}",
     )
-    return True
-
-
-def _leave_rollout(state: JobState) -> bool:
-    """Eq. 5, for the core."""
-    core = state.cells.core
-    if core is None or core.role is not CellRole.ROLLOUT or state.burst_done >= state.burst_steps:
-        return False
-    if state.wanted_version is not None or len(state.book.ready) < state.options.groups_per_step:
-        return False
-    if state.publication is not None and core.cell_id in state.publication.cell_ids:
-        return False
-    leaves, why = policy.core_may_leave_rollout(
-        state.book.water_level,
-        state.cells.rollout_slots,
-        core.rollout_slots,
-        len(state.book.ready),
-        state.options.groups_per_step,
-    )
-    if not leaves:
-        return False
-    core.move_to(CellRole.TO_TRAIN)
-    state.cells.move_runs_off(core)
-    state.decide(SwitchCell(core.cell_id, CellRole.TRAIN, state.options.drain_timeout_s), f"core leaves rollout: {why}")
     return True
 
 
@@ -226,16 +210,16 @@ def _give_up_when_no_run_works(state: JobState) -> bool:
 
 def _give_up_when_stuck(state: JobState) -> bool:
     """Nothing may wait for what cannot come."""
-    if any(cell.may_return for cell in state.cells):
+    if state.cells.any_may_return:
         return False
-    all_known = len(state.cells) >= state.options.num_cells
-    if all_known and not state.cells.live:
+    live, all_known = state.cells.live, len(state.cells) >= state.options.num_cells
+    if all_known and not live:
         state.begin_ending(JobStatus.FAILED, f"no cell is alive: {state.cells.describe()}")
         return True
-    in_flight = state.publication or state.training_step or any(cell.in_transition for cell in state.cells)
-    if in_flight or not all_known:
+    is_training = state.training_step is not None and state.training_step.is_closed
+    if state.publication or is_training or state.cells.in_transition or not all_known:
         return False
-    if any(cell.state is not CellState.STALE or cell.is_repairable for cell in state.cells.live):
+    if state.cells.any_can_serve:
         waits = state.checkpoint or state.new_best or state.book.num_active_runs or state.book.num_scoring
         if not waits and state.status is JobStatus.RUNNING:
             raise InvariantError("the job waits for nothing.")
@@ -261,12 +245,14 @@ def _conclude(state: JobState) -> bool:
 
 RULES: tuple[Callable[[JobState], bool], ...] = (
     _mark_best,
+    return_after_burst,
     _publish,
     _cross_boundary,
     _drop_stale,
-    _rescue_rollout,
+    return_drained,
+    rescue_rollout,
     _train,
-    _leave_rollout,
+    leave_rollout,
     _start_runs,
     _finish_when_done,
     _give_up_when_no_run_works,

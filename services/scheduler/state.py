@@ -11,10 +11,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.errors import InvariantError
+from services.common.errors import InvariantError, TidegateError
 from services.common.ids import make_group_id
-from services.common.types import CellRole, RouteTable
-from services.scheduler import policy
+from services.common.types import RouteTable
+from services.scheduler import policy, requests
 from services.scheduler.actions import (
     AbortRuns,
     Action,
@@ -25,14 +25,14 @@ from services.scheduler.actions import (
     OpenGroup,
     PublishWeights,
     SaveCheckpoint,
-    SwitchCell,
-    TrainStep,
 )
-from services.scheduler.cells import Cell, CellTable
-from services.scheduler.events import Event
+from services.scheduler.awaits import awaits
+from services.scheduler.cells import CellTable
+from services.scheduler.events import Event, PolicyRequested, Request
 from services.scheduler.groups import Group, GroupBook, GroupStatus, make_spec
-from services.scheduler.options import JobOptions
+from services.scheduler.options import AtStalenessBound, JobOptions, OnLostGroup
 from services.scheduler.rules import ENDING_RULES, RULES
+from services.scheduler.step import OpenStep
 from services.scheduler.transitions import HANDLERS
 from services.scheduler.types import Counters, JobStatus, ReadyGroup, ResumeState, RunView, TaskRewards
 from services.scheduler.views import make_snapshot
@@ -93,7 +93,13 @@ class JobState:
         self.burst_done = 0
         self.burst_steps = 0
         """Steps that this burst has."""
-        self.training_step: TrainStep | None = None
+        self.training_step: OpenStep | None = None
+        self.next_step_seats = options.groups_per_step
+        """Groups that the next step trains."""
+        self.departures_are_over = False
+        """No further satellite leaves rollout in this burst: one had to go back."""
+        self.pending_policy: PolicyRequested | None = None
+        """What a user wants from the next boundary on."""
         self.checkpoint: SaveCheckpoint | None = None
         self.saved_step = start.step
         self.exported_step = start.exported_step
@@ -185,6 +191,71 @@ class JobState:
             train_tokens=self.train_tokens,
         )
 
+    def refusal(self, request: Request) -> TidegateError | None:
+        """Why a user's request cannot be (``services.scheduler.requests``); None if it can."""
+        return requests.refusal(self, request)
+
+    def awaits(self, action: Action) -> bool:
+        """Whether the answer to an action is still awaited (True for actions that need none): what a scheduler that
+        was restarted has to perform again."""
+        return awaits(self, action)
+
+    @property
+    def next_options(self) -> JobOptions:
+        """The options from the next burst boundary on."""
+        return self.options if self.pending_policy is None else requests.with_policy(self.options, self.pending_policy)
+
+    @property
+    def burst_left(self) -> int:
+        """Steps of this burst that are not trained yet."""
+        return self.burst_steps - self.burst_done
+
+    @property
+    def is_inside_burst(self) -> bool:
+        """Cells may be in training, so that a cell that comes late is out of the switching order."""
+        return self.training_step is not None or self.burst_done > 0 or bool(self.cells.in_training)
+
+    @property
+    def seats_left(self) -> int:
+        """Groups that the step that is being filled still takes."""
+        return self.next_step_seats if self.training_step is None else self.training_step.num_missing
+
+    @property
+    def num_ready_needed(self) -> int:
+        """Ready groups with which training can begin or go on."""
+        return min(1, self.seats_left) if self.options.policy.streaming else self.seats_left
+
+    @property
+    def num_unclaimed(self) -> int:
+        """Micro-steps of the step in flight that no cell has claimed."""
+        return 0 if self.training_step is None else self.training_step.num_unclaimed
+
+    def admissible(self, num_seats: int) -> list[Group]:
+        """Ready groups that may take seats of the step that is being filled, oldest first: at most ``num_seats``.
+
+        In ``wait`` mode a seat that an unfinished group will need before it grows too old is kept for it.
+        """
+        if not self.book.ready or num_seats <= 0:
+            return []
+        if self.options.at_staleness_bound is AtStalenessBound.DROP:
+            return self.book.oldest_ready(num_seats)
+        num_by_version = dict(self.book.num_outstanding_by_version)
+        taken: list[Group] = []
+        for group in self.book.oldest_ready(num_seats):
+            newest = self._newest_admissible_version(num_seats - len(taken), num_by_version)
+            if newest is not None and group.spec.version > newest:
+                break
+            taken.append(group)
+            num_by_version[group.spec.version] -= 1
+        return taken
+
+    def _newest_admissible_version(self, num_seats: int, num_by_version: dict[int, int]) -> int | None:
+        options = self.options
+        newest, _ = policy.newest_admissible_version(
+            self.step, num_seats, options.groups_per_step, options.max_staleness_steps, num_by_version
+        )
+        return newest
+
     @property
     def steps_left(self) -> int:
         return max(0, self.options.steps - self.step)
@@ -233,11 +304,6 @@ class JobState:
                 OpenGroup(spec, task_index), f"held-out pass of version {self.version}: {len(names)} tasks are due"
             )
 
-    def return_core(self, core: Cell, reason: str) -> None:
-        core.move_to(CellRole.TO_ROLLOUT)
-        self.cells.changed()
-        self.decide(SwitchCell(core.cell_id, CellRole.ROLLOUT, self.options.drain_timeout_s), reason)
-
     def save_checkpoint(self, reason: str, *, export: bool) -> None:
         kept = {self.saved_step}
         if self.evaluation is not None:
@@ -258,9 +324,27 @@ class JobState:
             lost = f"{number} groups in a row were lost, max_lost_groups is {limit}; the last one: {reason}"
             self.begin_ending(JobStatus.FAILED, lost)
             return
-        useful = self.steps_left * self.options.groups_per_step
-        if self.status is JobStatus.RUNNING and self.book.num_outstanding < useful and not self.at_boundary:
+        if self.status is not JobStatus.RUNNING or self.at_boundary or self._closes_short(group):
+            return
+        if self.book.num_outstanding < self.steps_left * self.options.groups_per_step:
             self.open_training_group(f"replaces {group.group_id} inside the burst: {reason}")
+
+    def _closes_short(self, lost: Group) -> bool:
+        """Whether the step that is being filled does without a lost group: it keeps one, and no group grows too old."""
+        if self.options.on_lost_group is OnLostGroup.REPLACE or self.burst_left == 0:
+            return False
+        step, seats = self.training_step, self.seats_left - 1
+        num_told = 0 if step is None else len(step.group_ids)
+        if seats < 0 or seats + num_told < 1:
+            return False
+        newest = self._newest_admissible_version(seats + 1, self.book.num_outstanding_by_version)
+        if newest is not None and newest < lost.spec.version:
+            return False
+        if step is None:
+            self.next_step_seats -= 1
+        else:
+            step.num_seats -= 1
+        return True
 
     def drop_and_replace(self, group: Group, reason: str) -> None:
         """Give a training group up, ready or not."""
@@ -296,9 +380,17 @@ class JobState:
         if self.planned_end is not None:
             return
         self.status, self.reason = JobStatus.ENDING, reason
+        if self.training_step is not None and not self.training_step.is_closed:
+            self.abandon_step()
         self.planned_end = FinishJob(status, reason)
         self.evaluation = None
         self.drop_unfinished(f"the job ends: {reason}", held_out_too=True)
+
+    def abandon_step(self) -> None:
+        """The step in flight will not be trained; its groups are ready again, for a resumed job."""
+        if self.training_step is not None:
+            self.book.return_from_training(self.book.find_all(tuple(self.training_step.group_ids)))
+            self.training_step = None
 
     def end_at_once(self, reason: str) -> None:
         """End the job without saving: there is nothing to save, or no way to."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.errors import InvariantError
 from services.common.types import CellKind, CellRole, CellState
-from services.scheduler import policy
+from services.scheduler import policy, requests
 from services.scheduler.actions import (
     AbortRuns,
     MarkBest,
@@ -28,17 +28,23 @@ from services.scheduler.events import (
     CellDrained,
     CellJoined,
     CellLost,
+    CellReported,
     CellServing,
     CellStale,
     CellUpdating,
     CheckpointSaved,
+    DrainRequested,
     GroupScored,
+    PolicyRequested,
     PublicationEnded,
     RunEnded,
     RunStarted,
     StepTrained,
+    SwitchRequested,
     Tick,
     TrainingFailed,
+    TrainingProgressed,
+    UndrainRequested,
 )
 from services.scheduler.groups import Group, GroupStatus, Run
 from services.scheduler.options import JobOptions
@@ -52,13 +58,28 @@ if TYPE_CHECKING:
 
 
 def _on_cell_joined(state: JobState, event: CellJoined) -> None:
-    known = next((cell for cell in state.cells if cell.cell_id == event.cell_id), None)
+    known = state.cells.find(event.cell_id)
     if known is not None and known.is_live:
         state.cells.lose(event.cell_id, "joined again without a word of its loss", may_return=True)
     in_burst = state.training_step is not None or state.burst_done > 0
     comes_back_to_training = event.kind is CellKind.CORE and known is not None and in_burst
     role = CellRole.TRAIN if comes_back_to_training else CellRole.ROLLOUT
-    state.cells.join(event.cell_id, event.slots, event.kind, role)
+    state.cells.join(event.cell_id, event.slots, event.kind, role, is_held=state.is_inside_burst)
+
+
+def _on_cell_reported(state: JobState, event: CellReported) -> None:
+    cell = state.cells.get(event.cell_id)
+    if not cell.is_live:  # it was away only for its watcher
+        state.cells.join(event.cell_id, event.slots, cell.kind, CellRole.ROLLOUT, is_held=state.is_inside_burst)
+        return
+    if event.slots != cell.slots:
+        cell.set_slots(event.slots)
+    in_publication = state.publication is not None and event.cell_id in state.publication.cell_ids
+    if in_publication or event.version == cell.version:
+        return
+    cell.mark_stale(f"reports version {event.version}, known was {cell.version}")
+    if cell.role is CellRole.ROLLOUT:
+        state.cells.move_runs_off(cell)
 
 
 def _on_cell_updating(state: JobState, event: CellUpdating) -> None:
@@ -66,8 +87,7 @@ def _on_cell_updating(state: JobState, event: CellUpdating) -> None:
     in_publication = publication is not None and event.cell_id in publication.cell_ids
     # a stale cell stays stale until its weights are verified: it is no capacity that another cell could leave behind
     if cell.is_live and in_publication and cell.state is CellState.SERVING:
-        cell.state, cell.reason = CellState.UPDATING, f"updating to version {event.version}"
-        state.cells.changed()
+        cell.mark_updating(event.version)
 
 
 def _on_cell_serving(state: JobState, event: CellServing) -> None:
@@ -82,8 +102,7 @@ def _on_cell_serving(state: JobState, event: CellServing) -> None:
         if cell.role is CellRole.ROLLOUT:
             state.cells.move_runs_off(cell)
         return
-    cell.state, cell.version, cell.reason, cell.num_update_attempts = CellState.SERVING, event.version, "", 0
-    state.cells.changed()
+    cell.mark_serving(event.version)
     state.cells.house_runs()
 
 
@@ -95,11 +114,12 @@ def _on_cell_stale(state: JobState, event: CellStale) -> None:
 
 
 def _on_cell_lost(state: JobState, event: CellLost) -> None:
-    known = next((cell for cell in state.cells if cell.cell_id == event.cell_id), None)
+    known = state.cells.find(event.cell_id)
     if known is None or known.is_live:
         state.cells.lose(event.cell_id, event.reason, may_return=event.may_return)
     else:
         known.may_return = event.may_return
+        state.cells.changed()
 
 
 def _on_cell_drained(state: JobState, event: CellDrained) -> None:
@@ -115,10 +135,13 @@ def _end_switch(state: JobState, cell_id: str, expected: CellRole, role: CellRol
     if cell.role is not expected and cell.num_late_answers > 0:
         cell.num_late_answers -= 1
         return
+    if cell.role is role:
+        return  # said again after a restart of the scheduler
     if cell.role is not expected:
         raise InvariantError(f"{cell_id} completed a switch to {role}, but it is {cell.role}.")
     cell.move_to(role)
-    state.cells.changed()
+    if role is CellRole.ROLLOUT and cell.state is CellState.SERVING and cell.version != state.version:
+        cell.mark_stale(f"returned with version {cell.version}, the newest is {state.version}")
     state.cells.house_runs()
 
 
@@ -157,6 +180,8 @@ def _on_group_scored(state: JobState, event: GroupScored) -> None:
     group = state.book.find(result.group_id)
     if group is None:
         return
+    if group.status is not GroupStatus.SCORING:
+        return  # said again after a restart of the scheduler
     if group.spec.is_eval:
         _end_eval_group(state, group, result.rewards)
     elif result.ready:
@@ -194,18 +219,28 @@ def _compare_with_best(state: JobState, step: int, reward: float) -> None:
         state.new_best = MarkBest(step, reward)
 
 
+def _on_training_progressed(state: JobState, event: TrainingProgressed) -> None:
+    step = state.training_step
+    if step is not None and event.step == step.step:
+        step.num_unclaimed = event.num_unclaimed
+
+
 # -- events: training, publication, checkpoints, the job ----------------------------------------------------------
 
 
 def _on_step_trained(state: JobState, event: StepTrained) -> None:
-    if state.training_step is None or event.step != state.training_step.step:
-        raise InvariantError(f"step {event.step} was trained; in training is {state.training_step}.")
-    groups = state.book.find_all(state.training_step.group_ids)
+    step = state.training_step
+    if event.step <= state.step:
+        return  # said again after a restart of the scheduler
+    if step is None or event.step != step.step or not step.is_closed:
+        raise InvariantError(f"step {event.step} was trained; in training is {step}.")
+    groups = state.book.find_all(tuple(step.group_ids))
     means = [group.result.reward_mean for group in groups if group.result and group.result.reward_mean is not None]
     state.reward_mean_by_step.append(sum(means) / len(means) if means else None)
     for group in groups:
         state.book.retire(group, GroupStatus.TRAINED)
     state.training_step, state.step = None, event.step
+    state.next_step_seats = state.options.groups_per_step
     state.burst_done += 1
     state.staleness_is_due = True
     state.train_tokens += event.num_tokens
@@ -225,14 +260,14 @@ def _on_step_trained(state: JobState, event: StepTrained) -> None:
 
 
 def _on_training_failed(state: JobState, event: TrainingFailed) -> None:
-    if state.training_step is not None:
-        state.book.return_from_training(state.book.find_all(state.training_step.group_ids))
-        state.training_step = None
+    state.abandon_step()
     state.end_at_once(f"training failed: {event.reason}")
 
 
 def _on_publication_ended(state: JobState, event: PublicationEnded) -> None:
     publication = state.publication
+    if publication is None and event.version == state.version:
+        return  # said again after a restart of the scheduler
     if publication is None or event.version != publication.version:
         raise InvariantError(f"the publication of version {event.version} ended; under way is {publication}.")
     state.publication, state.num_publication_failures = None, 0
@@ -246,6 +281,8 @@ def _on_publication_ended(state: JobState, event: PublicationEnded) -> None:
 
 
 def _on_checkpoint_saved(state: JobState, event: CheckpointSaved) -> None:
+    if state.checkpoint is None and event.step == state.saved_step:
+        return  # said again after a restart of the scheduler
     if state.checkpoint is None or event.step != state.checkpoint.step:
         raise InvariantError(f"the checkpoint of step {event.step} was saved; under way is {state.checkpoint}.")
     state.saved_step, state.checkpoint = event.step, None
@@ -253,6 +290,8 @@ def _on_checkpoint_saved(state: JobState, event: CheckpointSaved) -> None:
 
 def _on_best_marked(state: JobState, event: BestMarked) -> None:
     best = state.new_best
+    if best is None and event.step == state.best_eval_step:
+        return  # said again after a restart of the scheduler
     if best is None or not state.is_marking_best or event.step != best.step:
         raise InvariantError(f"the checkpoint of step {event.step} was marked best; to be marked is {best}.")
     state.best_eval_step, state.best_eval_reward = best.step, best.reward_mean
@@ -320,7 +359,8 @@ def _on_switch_failed(state: JobState, action: SwitchCell, reason: str) -> None:
         state.begin_ending(JobStatus.FAILED, f"{cell.cell_id} cannot switch to {action.role}: {reason}")
     cell.move_to(CellRole.ROLLOUT)
     cell.mark_stale(f"switch to {action.role} failed: {reason}")
-    state.cells.changed()
+    cell.is_held = True
+    state.departures_are_over = True
 
 
 def _on_train_failed(state: JobState, action: TrainStep, reason: str) -> None:
@@ -355,6 +395,7 @@ def _on_mark_failed(state: JobState, action: MarkBest, reason: str) -> None:
 
 HANDLERS: dict[type[Any], Callable[[JobState, Any], None]] = {
     CellJoined: _on_cell_joined,
+    CellReported: _on_cell_reported,
     CellUpdating: _on_cell_updating,
     CellServing: _on_cell_serving,
     CellStale: _on_cell_stale,
@@ -364,6 +405,7 @@ HANDLERS: dict[type[Any], Callable[[JobState, Any], None]] = {
     RunStarted: _on_run_started,
     RunEnded: _on_run_ended,
     GroupScored: _on_group_scored,
+    TrainingProgressed: _on_training_progressed,
     StepTrained: _on_step_trained,
     PublicationEnded: _on_publication_ended,
     CheckpointSaved: _on_checkpoint_saved,
@@ -371,6 +413,10 @@ HANDLERS: dict[type[Any], Callable[[JobState, Any], None]] = {
     TrainingFailed: _on_training_failed,
     ActionFailed: _on_action_failed,
     CancelRequested: _on_cancel_requested,
+    DrainRequested: requests.apply,
+    UndrainRequested: requests.apply,
+    SwitchRequested: requests.apply,
+    PolicyRequested: requests.apply,
     Tick: _on_tick,
 }
 """What each event changes."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from services.scheduler.options import JobOptions
+
 if TYPE_CHECKING:
     from services.scheduler.state import JobState
 
@@ -44,5 +46,24 @@ def make_snapshot(state: JobState) -> dict[str, Any]:
             "started": evaluation.started,
             "ended": evaluation.ended,
         },
+        "policy": _policy(state),
         "cells": [asdict(cell.view()) for cell in state.cells],
+    }
+
+
+def _policy(state: JobState) -> dict[str, Any]:
+    """The policy with its numbers; ``pending``: what changes at the next burst boundary."""
+    now, following = _numbers(state.options), _numbers(state.next_options)
+    changes = {name: value for name, value in following.items() if value != now[name]}
+    return {**now, "pending": changes or None, "pending_from_step": state.step + state.burst_left}
+
+
+def _numbers(options: JobOptions) -> dict[str, Any]:
+    return {
+        "mode": options.policy.mode.value,
+        "streaming": options.policy.streaming,
+        "rule": options.policy.rule.value,
+        "train_cells": options.policy.train_cells,
+        "carry_over_steps": options.carry_over_steps,
+        "steps_per_burst": options.steps_per_burst,
     }

@@ -32,6 +32,7 @@ from services.scheduler.events import (
     RunStarted,
     StepTrained,
 )
+from services.scheduler.performer import Recovered
 from services.trajectory.outcome import Outcome
 from tests.unit.scheduler.world import group_result
 
@@ -44,12 +45,17 @@ class IdealPerformer:
     def __init__(self) -> None:
         self.performed: list[Action] = []
         self.opened: set[str] = set()
+        self.recovered: list[Recovered] = []
         self.hold = asyncio.Event()
         self.hold.set()
         self.fails: dict[type, Exception] = {}
 
     async def attend(self, emit: Callable[[Event], None]) -> None:
         """Nothing happens by itself in an ideal world."""
+
+    async def recover(self, recovered: Recovered) -> None:
+        """An ideal world remembers what was done in it."""
+        self.recovered.append(recovered)
 
     async def perform(self, action: Action, emit: Callable[[Event], None]) -> None:
         if type(action) in self.fails:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler import policy
-from services.scheduler.policy import CellLoad
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_the_core_also_needs_the_groups_of_a_step(water_level, num_ready, may_le
 
 def test_the_reason_tells_the_numbers() -> None:
     _, reason = policy.core_may_leave_rollout(9, 32, 16, 4, 4)
-    assert reason == "w=9 <= C_R - C_core = 16 and 4 of 4 groups are ready"
+    assert reason == "w=9 <= C_R - C_core = 16 and 4 groups are ready of the 4 that it needs"
 
 
 @pytest.mark.parametrize(
@@ -84,20 +83,34 @@ def test_staleness_counts_steps_since_dispatch(step, version, bound, stale) -> N
 
 
 @pytest.mark.parametrize(
-    ("loads", "needs_free_slot", "chosen"),
+    ("step", "seats", "bound", "num_by_version", "newest"),
     [
-        ([("a", 0, 4, 2), ("b", 1, 4, 1)], True, "b"),
-        ([("a", -1, 4, 2), ("b", 0, 4, 2)], True, "b"),  # the core leaves first, so it is filled last
-        ([("a", 0, 8, 4), ("b", 1, 4, 1)], True, "a"),  # free slots, not load
-        ([("a", 0, 2, 2), ("b", 1, 2, 3)], True, None),
-        ([("a", 0, 2, 2), ("b", 1, 2, 3)], False, "a"),
-        ([], True, None),
-        ([], False, None),
+        (5, 2, 8, {4: 3, 5: 1}, None),  # far from the bound
+        (5, 2, 1, {4: 2, 5: 2}, 4),  # both seats are needed by those that are due now
+        (5, 2, 1, {4: 1, 5: 3}, 5),  # one is due now, four within the two next steps: they fill both
+        (5, 2, 1, {4: 1, 5: 2}, None),
+        (5, 1, 1, {4: 1, 5: 2}, 4),  # one seat is taken already
+        (5, 2, 2, {3: 3}, 3),  # more than can be trained in time (a resumed job with a lower bound)
+        (5, 2, 0, {5: 2}, 5),
+        (5, 2, 0, {}, None),
     ],
 )
-def test_a_run_goes_to_the_cell_with_most_free_slots(loads, needs_free_slot, chosen) -> None:
-    cells = [CellLoad(*load) for load in loads]
-    assert policy.choose_cell_for_run(cells, needs_free_slot=needs_free_slot)[0] == chosen
+def test_a_seat_is_kept_for_groups_that_would_grow_too_old(step, seats, bound, num_by_version, newest) -> None:
+    assert policy.newest_admissible_version(step, seats, 2, bound, num_by_version)[0] == newest
+
+
+@pytest.mark.parametrize(
+    ("free_and_index", "best"),
+    [
+        ([(2, 0), (3, 1)], 1),
+        ([(2, -1), (2, 0)], 1),  # the core leaves first, so it is filled last
+        ([(4, 0), (3, 1)], 0),
+        ([(0, 0), (-1, 1)], 0),
+    ],
+)
+def test_a_run_goes_to_the_cell_with_most_free_slots(free_and_index, best) -> None:
+    keys = [policy.preference_of_cell(*cell) for cell in free_and_index]
+    assert keys.index(min(keys)) == best
 
 
 def test_tasks_come_in_a_fresh_permutation_each_epoch() -> None:

@@ -43,6 +43,7 @@ from services.scheduler.events import (
     Tick,
     TrainingFailed,
 )
+from services.scheduler.options import AtStalenessBound
 from services.scheduler.types import JobStatus, ResumeState
 from services.trajectory.outcome import Outcome
 from tests.unit.scheduler.world import World, group_result, options
@@ -207,12 +208,11 @@ def test_late_news_of_the_last_aborted_attempt_means_nothing() -> None:
         RunEnded("g000000-r0", 5, Outcome.FINISHED, 1.0),
         RunStarted("g000003-r1", 1),
         GroupScored(group_result("g000077")),
-        GroupScored(group_result("g000000")),
         CellDrained("cell-1"),
         CellServing("cell-7", 0),
         CellServing("cell-1", 3),
         StepTrained(1),
-        PublicationEnded(0),
+        PublicationEnded(1),
         CheckpointSaved(1),
         BestMarked(1),
     ],
@@ -286,19 +286,35 @@ def test_a_ready_group_shows_that_lost_ones_are_no_fault() -> None:
 
 
 def test_a_group_beyond_the_staleness_bound_is_dropped_and_replaced() -> None:
-    world = opened(slots=(8, 8), steps=6, max_staleness_steps=1, carry_over_steps=2.0)
+    world = opened(
+        slots=(8, 8), steps=6, max_staleness_steps=1, carry_over_steps=2.0, at_staleness_bound=AtStalenessBound.DROP
+    )
     slow = decided(world, StartRun)[0]
     held = [action for action in world.pending if isinstance(action, StartRun) and action.group_id == slow.group_id]
     world.pending = [action for action in world.pending if action not in held]
-    while world.step < 3:
+    while world.step < 2:
         world.answer(0, random.Random(0))
+    [drop] = [drop for drop in decided(world, DropGroup) if drop.group_id == slow.group_id]
+    assert drop.reason == "too stale: staleness 2 = step 2 - version 0, max 1"
+    assert any(f"replaces {slow.group_id}" in d.reason for _, _, made in world.log for d in made)
+    assert any(set(abort.attempts) >= {(run.run_id, 0) for run in held} for abort in decided(world, AbortRuns))
     world.pending = held + world.pending
-    since = len(world.log)
+
+
+def test_a_step_waits_for_a_group_that_would_grow_too_old() -> None:
+    world = opened(slots=(8, 8), steps=4, max_staleness_steps=1, carry_over_steps=1.0)
+    slow = decided(world, StartRun)[0]
+    held = [action for action in world.pending if isinstance(action, StartRun) and action.group_id == slow.group_id]
+    world.pending = [action for action in world.pending if action not in held]
+    while world.pending:
+        world.answer(0, random.Random(0))
+    assert world.step == 1, "the second step needs the group that was dispatched before the first"
+    assert world.state.snapshot()["ready_groups"] == 3
+    world.pending = held
     while slow.group_id not in world.ends:
         world.answer(0, random.Random(0))
-    [drop] = [drop for drop in decided(world, DropGroup, since) if drop.group_id == slow.group_id]
-    assert drop.reason == f"too stale: staleness {world.step} = step {world.step} - version 0, max 1"
-    assert any(f"replaces {slow.group_id}" in d.reason for _, _, made in world.log[since:] for d in made)
+    assert world.ends[slow.group_id] == "trained"
+    assert max(world.trained_staleness) == 1
     assert world.play(random.Random(0)).status is JobStatus.FINISHED
 
 
@@ -322,7 +338,7 @@ def test_the_core_leaves_at_the_very_run_that_makes_room() -> None:
     finish_runs(world, 1)
     assert role(world) is CellRole.TO_TRAIN
     [switch] = [d for _, _, made in world.log for d in made if isinstance(d.action, SwitchCell)]
-    assert switch.reason == "core leaves rollout: w=3 <= C_R - C_core = 3 and 2 of 2 groups are ready"
+    assert switch.reason == "core leaves rollout: w=3 <= C_R - C_core = 3 and 2 groups are ready of the 2 that it needs"
 
 
 def test_runs_of_a_leaving_cell_are_routed_to_others() -> None:
@@ -394,7 +410,8 @@ def test_the_core_returns_with_the_last_rollout_capacity_as_soon_as_its_step_end
     world.lose("cell-1")
     assert role(world) is CellRole.TRAIN
     since = len(world.log)
-    answer(world, TrainStep)
+    while not decided(world, SwitchCell, since):  # what is ready is trained first
+        answer(world, TrainStep)
     [switch] = decided(world, SwitchCell, since)
     assert switch.role is CellRole.ROLLOUT
     assert world.play(random.Random(0)).status is JobStatus.FINISHED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.common.types import CellRole
+from services.common.types import CellKind, CellRole
 from services.scheduler.events import CancelRequested, Tick
+from services.scheduler.options import AtStalenessBound, JobOptions, OnLostGroup, Policy, PolicyMode
 from services.scheduler.types import JobStatus
 from tests.unit.scheduler.world import World, options
 
@@ -22,23 +24,43 @@ def reward_of(seed: int) -> Callable[[int], float]:
     return lambda version: random.Random(f"{seed}/{version}").choice([0.2, 0.4, 0.6, 0.8])
 
 
-@pytest.mark.parametrize("seed", range(40))
+def random_policy(rng: random.Random, num_cells: int) -> Policy:
+    mode = rng.choice(list(PolicyMode))
+    if num_cells == 1 and mode is PolicyMode.ASYNC:
+        mode = PolicyMode.ELASTIC
+    return Policy(mode, streaming=rng.random() < 0.5, train_cells=rng.randint(1, max(1, num_cells - 1)))
+
+
+def random_options(rng: random.Random, num_cells: int, **changes: object) -> JobOptions:
+    mu, phi = rng.randint(1, 3), rng.choice([0.0, 0.5, 1.0, 2.0])
+    return options(
+        num_cells=num_cells,
+        steps_per_burst=mu,
+        carry_over_steps=phi,
+        max_staleness_steps=math.ceil(phi + mu) - 1 + rng.choice([0, 1, 5]),
+        at_staleness_bound=rng.choice(list(AtStalenessBound)),
+        on_lost_group=rng.choice(list(OnLostGroup)),
+        policy=random_policy(rng, num_cells),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("seed", range(120))
 def test_a_job_without_faults_finishes_all_its_steps(seed: int) -> None:
     rng = random.Random(seed)
     num_cells = rng.randint(1, 4)
-    job = options(
-        num_cells=num_cells,
+    job = random_options(
+        rng,
+        num_cells,
         steps=rng.randint(1, 6),
-        steps_per_burst=rng.randint(1, 3),
-        carry_over_steps=rng.choice([0.0, 0.5, 1.0, 2.0]),
-        max_staleness_steps=rng.choice([2, 3, 8]),
         eval_task_names=rng.choice([(), ("e0", "e1")]),
         eval_every=rng.choice([0, 1, 2]),
         eval_at_start=rng.random() < 0.5,
         eval_at_end=rng.random() < 0.5,
         max_concurrent_runs=rng.choice([1, 5, 100]),
     )
-    world = World(job, tuple(rng.randint(1, 6) for _ in range(num_cells)))
+    slots = tuple(rng.randint(1, 6) for _ in range(num_cells))
+    world = World(job, slots, others=rng.choice([CellKind.SATELLITE, CellKind.SATELLITE, CellKind.STANDALONE]))
     world.eval_reward = reward_of(seed)
     world.join_all()
     end = world.play(rng)
@@ -47,20 +69,13 @@ def test_a_job_without_faults_finishes_all_its_steps(seed: int) -> None:
     assert world.checkpoints[-1].step == job.steps
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(120))
 def test_a_job_with_faults_ends(seed: int) -> None:
     rng = random.Random(1000 + seed)
     num_cells = rng.randint(2, 4)
-    job = options(
-        num_cells=num_cells,
-        steps=4,
-        steps_per_burst=rng.randint(1, 2),
-        carry_over_steps=rng.choice([0.0, 1.0]),
-        eval_task_names=("e0",),
-        eval_every=2,
-        max_lost_groups=40,
-    )
-    world = World(job, tuple(rng.randint(1, 6) for _ in range(num_cells)))
+    job = random_options(rng, num_cells, steps=4, eval_task_names=("e0",), eval_every=2, max_lost_groups=40)
+    slots = tuple(rng.randint(1, 6) for _ in range(num_cells))
+    world = World(job, slots, others=rng.choice([CellKind.SATELLITE, CellKind.SATELLITE, CellKind.STANDALONE]))
     world.eval_reward = reward_of(seed)
     world.join_all()
     assert world.play(rng, faults=True).status in (JobStatus.FINISHED, JobStatus.FAILED)

@@ -42,8 +42,9 @@ from services.scheduler.events import (
     RunEnded,
     RunStarted,
     StepTrained,
+    TrainingProgressed,
 )
-from services.scheduler.options import JobOptions
+from services.scheduler.options import JobOptions, OnLostGroup, PolicyMode
 from services.scheduler.state import JobState
 from services.scheduler.types import ResumeState
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
@@ -71,17 +72,33 @@ def group_result(group_id: str, *, ready: bool = True, reward: float = 0.5, reas
 @dataclass
 class WorldCell:
     slots: int
-    is_core: bool
+    kind: CellKind
     role: CellRole = CellRole.ROLLOUT
     version: int = -1
     serving: bool = False
     runs: set[str] = field(default_factory=set)
+    is_draining: bool = False
+    came_late: bool = False
+    """It came (back) to rollout inside a burst."""
+
+    @property
+    def is_core(self) -> bool:
+        return self.kind is CellKind.CORE
 
 
 class World:
     """Feeds events to a ``JobState`` and keeps the answers that it owes in ``pending``."""
 
-    def __init__(self, job: JobOptions, slots: tuple[int, ...] = (4, 4), resume: ResumeState | None = None) -> None:
+    def __init__(
+        self,
+        job: JobOptions,
+        slots: tuple[int, ...] = (4, 4),
+        resume: ResumeState | None = None,
+        *,
+        others: CellKind = CellKind.STANDALONE,
+    ) -> None:
+        """``others``: the kind of all cells but the core."""
+        self.others = others
         self.options = job
         self.state = JobState(job, resume)
         self.now_s = 0.0
@@ -109,6 +126,10 @@ class World:
         self.marked: list[int] = []
         self.finish: FinishJob | None = None
         self.trained_staleness: list[int] = []
+        self.in_step: list[str] = []
+        """Groups that were told of the step that is being filled or trained."""
+        self.num_unclaimed = 0
+        self.burst_is_on = False
 
     # -- feeding --
 
@@ -127,10 +148,10 @@ class World:
             self.join(cell_id)
 
     def join(self, cell_id: str) -> None:
-        is_core = cell_id == "cell-0"
-        self.cells[cell_id] = WorldCell(self.slots[cell_id], is_core)
+        kind = CellKind.CORE if cell_id == "cell-0" else self.others
+        self.cells[cell_id] = WorldCell(self.slots[cell_id], kind)
         before = len(self.log)
-        self.feed(CellJoined(cell_id, self.slots[cell_id], CellKind.CORE if is_core else CellKind.SATELLITE))
+        self.feed(CellJoined(cell_id, self.slots[cell_id], kind))
         assert len(self.log) == before + 1
         self._take_roles()
 
@@ -215,15 +236,61 @@ class World:
             cell.role = CellRole.TO_ROLLOUT
             return
         assert cell.role is CellRole.ROLLOUT
-        assert cell.is_core
+        assert cell.kind is not CellKind.STANDALONE
+        assert not cell.is_draining
+        cell.role = CellRole.TO_TRAIN
+        if self.state.options.policy.mode is PolicyMode.ELASTIC:
+            self._check_elastic_departure(cell)
+
+    def _check_elastic_departure(self, cell: WorldCell) -> None:
+        """Eq. 5 at this event, something to train, one cell at a time, in fixed order."""
         others = sum(
             other.slots
             for other in self.cells.values()
-            if other is not cell and other.role is CellRole.ROLLOUT and other.serving
+            if other is not cell and other.role is CellRole.ROLLOUT and other.serving and not other.is_draining
         )
         assert len(self.unfinished) <= others, "Eq. 5 does not hold at a departure"
-        assert len(self.ready) >= self.options.groups_per_step
-        cell.role = CellRole.TO_TRAIN
+        if cell.is_core:
+            streaming = self.state.options.policy.streaming
+            assert len(self.ready) >= (1 if streaming else self.state.seats_left)
+        else:
+            assert self.in_step, "a satellite left with nothing to train"
+        moving = [other for other in self.cells.values() if other.role is CellRole.TO_TRAIN]
+        assert moving == [cell], "cells leave one at a time"
+        self.check_prefix()
+
+    def check_prefix(self) -> None:
+        """Cells in training are the first of the live, undrained ones (but those that came back inside the burst)."""
+        order = [
+            cell.role in (CellRole.TRAIN, CellRole.TO_TRAIN)
+            for cell in self.cells.values()
+            if cell.kind is not CellKind.STANDALONE
+            and cell.role not in (CellRole.DOWN, CellRole.TO_ROLLOUT)
+            and not cell.is_draining
+            and not cell.came_late
+        ]
+        assert order == sorted(order, reverse=True), "cells in training are no prefix"
+
+    def _check_step(self, action: TrainStep) -> None:
+        core = self.cells.get("cell-0")
+        assert core is None or core.role in (CellRole.TRAIN, CellRole.DOWN)
+        assert action.step == self.step + 1
+        seats = len(self.in_step) + len(action.group_ids) + action.num_missing
+        if self.state.options.on_lost_group is OnLostGroup.REPLACE:
+            assert seats == self.options.groups_per_step
+        assert 1 <= seats <= self.options.groups_per_step
+        assert self.state.options.policy.streaming or (not self.in_step and action.num_missing == 0)
+        assert len(set(action.group_ids)) == len(action.group_ids)
+        assert set(action.group_ids) <= self.ready
+        versions = [self.specs[group_id].version for group_id in action.group_ids]
+        assert versions == sorted(versions), "oldest version first"
+        left = [self.specs[group_id].version for group_id in self.ready - set(action.group_ids)]
+        assert not left or not versions or min(left) >= versions[-1]
+        staleness = [self.step - version for version in versions]
+        assert max(staleness, default=0) <= self.options.max_staleness_steps
+        self.trained_staleness += staleness
+        self.in_step += action.group_ids
+        self.ready -= set(action.group_ids)
 
     def _check_save(self, action: SaveCheckpoint) -> None:
         assert action.step == self.step
@@ -232,21 +299,6 @@ class World:
             assert self.state.evaluation.version in action.kept_steps, "a checkpoint in its held-out pass may go"
         if len(self.checkpoints) > 0 and self.checkpoints[-1].step != action.step:
             assert self.checkpoints[-1].step in action.kept_steps, "the last commit's checkpoint may go"
-
-    def _check_step(self, action: TrainStep) -> None:
-        core = self.cells.get("cell-0")
-        assert core is None or core.role in (CellRole.TRAIN, CellRole.DOWN)
-        assert action.step == self.step + 1
-        assert len(set(action.group_ids)) == self.options.groups_per_step
-        assert set(action.group_ids) <= self.ready
-        versions = [self.specs[group_id].version for group_id in action.group_ids]
-        assert versions == sorted(versions), "oldest version first"
-        left = [self.specs[group_id].version for group_id in self.ready - set(action.group_ids)]
-        assert not left or min(left) >= versions[-1]
-        staleness = [self.step - version for version in versions]
-        assert max(staleness) <= self.options.max_staleness_steps
-        self.trained_staleness += staleness
-        self.ready -= set(action.group_ids)
 
     def _end_group(self, group_id: str, how: str) -> None:
         assert group_id not in self.ends, f"{group_id} ended twice: {self.ends[group_id]}, {how}"
@@ -264,11 +316,8 @@ class World:
                 self._answer_score(group_id, ready=not (faults and rng.random() < 0.2))
             case SwitchCell(cell_id, role, _):
                 self._answer_switch(cell_id, role)
-            case TrainStep(step, group_ids, _):
-                self.step = step
-                for group_id in group_ids:
-                    self._end_group(group_id, "trained")
-                self.feed(StepTrained(step, num_tokens=10))
+            case TrainStep(step):
+                self._answer_step(step, action.num_missing, rng)
             case PublishWeights(version, cell_ids):
                 self._answer_publication(version, cell_ids, rng, faults)
             case SaveCheckpoint(step, export):
@@ -278,6 +327,21 @@ class World:
                 self.best = (step, reward_mean)
                 self.marked.append(step)
                 self.feed(BestMarked(step))
+
+    def _answer_step(self, step: int, num_missing: int, rng: random.Random) -> None:
+        if self.state.training_step is None or self.state.training_step.step != step:
+            return  # it was abandoned
+        earlier = [other for other in self.pending if isinstance(other, TrainStep)]
+        if num_missing > 0 or earlier:  # a part of the step, or its parts are not through
+            self.feed(TrainingProgressed(step, rng.randrange(3)))
+            if earlier and num_missing == 0:
+                self.pending.append(TrainStep(step, (), 0))
+            return
+        self.step = step
+        for group_id in self.in_step:
+            self._end_group(group_id, "trained")
+        self.in_step = []
+        self.feed(StepTrained(step, num_tokens=10))
 
     def _answer_run(self, action: StartRun, rng: random.Random, faults: bool) -> None:
         key = (action.run_id, action.attempt)
@@ -352,8 +416,9 @@ class World:
                 to_role = CellRole.TO_TRAIN if action.role is CellRole.TRAIN else CellRole.TO_ROLLOUT
                 if self.cells[cell_id].role is to_role:
                     self.cells[cell_id].role, self.cells[cell_id].serving = CellRole.ROLLOUT, False
-            case TrainStep(_, group_ids):
-                self.ready |= set(group_ids)
+            case TrainStep():
+                self.ready |= set(self.in_step)
+                self.in_step = []
         self.pending.remove(action)
         self.feed(ActionFailed(action, "broken by the test"))
 
