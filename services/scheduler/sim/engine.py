@@ -10,7 +10,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvariantError
@@ -19,7 +18,6 @@ from services.common.types import CellKind, CellRole
 from services.scheduler.actions import (
     AbortRuns,
     Action,
-    Decision,
     DropGroup,
     FinishJob,
     MarkBest,
@@ -43,47 +41,22 @@ from services.scheduler.events import (
     CellUpdating,
     CheckpointSaved,
     Event,
-    GroupScored,
     PublicationEnded,
-    RunEnded,
-    RunStarted,
     StepTrained,
 )
 from services.scheduler.options import JobOptions
 from services.scheduler.sim.agenda import Agenda
-from services.scheduler.sim.bounds import lower_bound
 from services.scheduler.sim.config import SimConfig
-from services.scheduler.sim.pool import CellMode, SimCell, SimRun
-from services.scheduler.sim.result import (
-    CellIntervals,
-    RunCounts,
-    SimResult,
-    Timeline,
-    TrainedGroup,
-    staleness_of,
-    utilisation_of,
-)
+from services.scheduler.sim.figures import Figures
+from services.scheduler.sim.pool import CellMode, SimCell
+from services.scheduler.sim.result import SimResult
+from services.scheduler.sim.runs import SimRuns
 from services.scheduler.sim.training import SimTraining
 from services.scheduler.sim.workload import Workload, make_workload
 from services.scheduler.state import JobState
-from services.trajectory.outcome import OUTCOME_TABLE, Outcome
-from services.trajectory.types import GroupResult, GroupSpec
 
-_MIN_COUNTED_RUNS = 2
-"""Fewer valid runs give no advantage."""
-_MOVES_RUNS = (CellLost, CellStale, CellServing, CellAdmitted, CellDrained)
-"""Events of a cell after which the core may have moved runs."""
-_CHANGES_ROLE = (CellLost, CellAdmitted, CellDrained, CellJoined)
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """A dispatched group."""
-
-    spec: GroupSpec
-    duration_of: dict[str, float]
-    outcome_of: dict[str, Outcome]
-    """Of the runs whose last attempt ended."""
+_Publication = tuple[int, list[tuple[SimCell, int]], int]
+"""Version; cells that are still to be updated, each with its losses so far; how many there were."""
 
 
 class Simulation:
@@ -101,28 +74,28 @@ class Simulation:
         is_recorded: bool = False,
     ) -> None:
         self.config = config
-        self._workload = workload or make_workload(config.workload, config.seed, rows_by_task_s)
-        self.state = JobState(make_options(config, self._workload.num_tasks))
+        workload = workload or make_workload(config.workload, config.seed, rows_by_task_s)
+        self.state = JobState(make_options(config, workload.num_tasks))
+        self.end: FinishJob | None = None
         self._agenda = Agenda()
         self._answers: deque[Event] = deque()
         """Events of this very moment that the core has not seen yet."""
-        self._training = SimTraining(self._agenda, config.system.optimizer_s, self._emit)
-        self._cells = {cell.cell_id: cell for cell in self._make_cells(is_recorded)}
-        self._runs: dict[str, SimRun] = {}
-        self._homeless: dict[str, SimRun] = {}
-        self._groups: dict[str, _Group] = {}
-        self._trained: list[TrainedGroup] = []
-        self._step_end_s: list[float] = []
-        self._start_s: float | None = None
-        self._accounts: list[dict[str, Any]] = []
-        self._end: FinishJob | None = None
-        self._is_recorded = is_recorded
-        self._water_level: list[tuple[float, int]] = []
-        self._ready_groups: list[tuple[float, int]] = []
-        self.num_events = 0
-        self._num_switches = self._num_moves = self._num_lost_attempts = self._num_ended = 0
-        self._exposed_s, self._exposed_since_s = 0.0, math.inf
-        self._perform_by_type = self._performers()
+        emit = self._answers.append
+        self._runs = SimRuns(self.state, self._agenda, workload, config.system, config.seed, emit)
+        self._training = SimTraining(self._agenda, config.system.optimizer_s, emit)
+        self._cells = self._runs.cells = {cell.cell_id: cell for cell in self._make_cells(is_recorded)}
+        self._figures = Figures(config, self._agenda, self._cells.values(), is_recorded=is_recorded)
+        self._performers = self._make_performers()
+        self._followers: dict[type[Event], Callable[[Any], None]] = {
+            CellJoined: self._on_role,
+            CellLost: self._on_role,
+            CellDrained: self._on_role,
+            CellAdmitted: self._on_role,
+            CellServing: self._on_routes,
+            CellStale: self._on_routes,
+            PublicationEnded: self._on_publication_ended,
+            StepTrained: self._on_step_trained,
+        }
 
     def _make_cells(self, is_recorded: bool) -> Iterable[SimCell]:
         pool = self.config.pool
@@ -131,187 +104,88 @@ class Simulation:
             kind = CellKind.CORE if index == 0 else CellKind.SATELLITE
             if index >= first_standalone:
                 kind = CellKind.STANDALONE
-            yield SimCell(make_cell_id(index), slots, kind, self._agenda, self._on_run_due, is_recorded)
+            yield SimCell(make_cell_id(index), slots, kind, self._agenda, self._runs.on_due, is_recorded)
+
+    def _make_performers(self) -> dict[type[Action], Callable[[Any], None]]:
+        emit = self._answers.append
+        return {
+            OpenGroup: self._runs.open_group,
+            StartRun: self._runs.start,
+            AbortRuns: self._runs.abort,
+            ScoreGroup: self._runs.score,
+            DropGroup: self._runs.drop,
+            SwitchCell: self._switch_cell,
+            TrainStep: self._train_step,
+            PublishWeights: self._publish,
+            SaveCheckpoint: self._save_checkpoint,
+            MarkBest: lambda action: emit(BestMarked(action.step)),
+            RecordEvaluation: lambda action: None,
+            FinishJob: self._finish,
+        }
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> SimResult:
         """Simulate to the end. Raises ``InvariantError``, with the core's history, for a job that does not end."""
         for cell in self._cells.values():
-            self._emit(CellJoined(cell.cell_id, cell.slots, cell.kind))
+            self._answers.append(CellJoined(cell.cell_id, cell.slots, cell.kind))
             self._plan_failure(cell)
         max_events = self._max_events()
-        while self._end is None:
+        while self.end is None:
             if self._answers:
                 self._handle(self._answers.popleft())
             elif not self._agenda.advance():
                 raise InvariantError("the simulated job waits for what will not come.", self.state.history())
-            if self.num_events > max_events:
+            if self._figures.num_events > max_events:
                 raise InvariantError(f"no end after {max_events} events.", self.state.history())
-        return self._result()
+        return self._figures.result(self.state, self._runs, self.end)
 
     def _max_events(self) -> int:
         """Far more than a job needs that goes on: about two for each run, its retries included."""
         scheduler = self.config.scheduler
-        runs = (self.config.steps + scheduler.steps_per_burst + math.ceil(scheduler.carry_over_steps) + 2) * (
-            scheduler.groups_per_step * scheduler.group_size
-        )
-        return 100_000 + 100 * runs
-
-    def _emit(self, event: Event) -> None:
-        self._answers.append(event)
+        num_steps = self.config.steps + scheduler.steps_per_burst + math.ceil(scheduler.carry_over_steps)
+        return 100_000 + 100 * num_steps * scheduler.groups_per_step * scheduler.group_size
 
     def _handle(self, event: Event) -> None:
-        self.num_events += 1
+        """The core takes in an event; the models follow what it changed, then perform what it decided."""
+        figures = self._figures
+        figures.num_events += 1
         decisions = self.state.handle(event, self._agenda.now_s)
-        kind = type(event)
-        if kind in _MOVES_RUNS:
-            self._follow_runs_of(self._cells[event.cell_id])  # type: ignore[union-attr]
-        if kind in _CHANGES_ROLE:
-            self._take_role(self._cells[event.cell_id])  # type: ignore[union-attr]
-        elif kind is StepTrained:
-            self._note_step(event)  # type: ignore[arg-type]
-        elif kind is PublicationEnded:
-            self._note_publication()
-        self._perform_all(decisions)
-        self._note_exposure()
-        if self._is_recorded:
-            self._record()
-
-    def _perform_all(self, decisions: list[Decision]) -> None:
+        follow = self._followers.get(type(event))
+        if follow is not None:
+            follow(event)
         for decision in decisions:
-            action = decision.action
-            self._perform_by_type[type(action)](action)
+            self._performers[type(decision.action)](decision.action)
+        figures.note_exposure(self._training.is_busy and not self._runs.any_goes_on)
+        if figures.is_recorded:
+            figures.record(self.state.book.water_level, len(self.state.book.ready))
 
-    def _performers(self) -> dict[type[Action], Callable[[Any], None]]:
-        return {
-            OpenGroup: self._open_group,
-            StartRun: self._start_run,
-            ScoreGroup: self._score_group,
-            DropGroup: self._drop_group,
-            SwitchCell: self._switch_cell,
-            TrainStep: self._train_step,
-            PublishWeights: self._publish,
-            SaveCheckpoint: self._save_checkpoint,
-            MarkBest: self._mark_best,
-            RecordEvaluation: self._record_evaluation,
-            AbortRuns: self._abort_runs,
-            FinishJob: self._finish,
-        }
+    def _on_role(self, event: CellJoined | CellLost | CellDrained | CellAdmitted) -> None:
+        cell = self._cells[event.cell_id]
+        self._take_role(cell)
+        self._runs.follow(cell)
 
-    # -- runs and groups ----------------------------------------------------------------------------------------------
+    def _on_routes(self, event: CellServing | CellStale) -> None:
+        self._runs.follow(self._cells[event.cell_id])
 
-    def _open_group(self, action: OpenGroup) -> None:
-        spec = action.spec
-        seconds = self._workload.durations(action.task_index, spec.group_id, len(spec.run_ids))
-        self._groups[spec.group_id] = _Group(spec, dict(zip(spec.run_ids, seconds, strict=True)), {})
+    def _on_publication_ended(self, event: PublicationEnded) -> None:
+        for cell in self._cells.values():
+            self._take_role(cell)
+            self._runs.follow(cell)
+        self._figures.note_publication()
 
-    def _start_run(self, action: StartRun) -> None:
-        duration_s = self._groups[action.group_id].duration_of[action.run_id]
-        outcome = Outcome.FINISHED
-        probability = self.config.system.run_loss_probability
-        if probability > 0:
-            rng = self._rng("run", action.run_id, action.attempt)
-            if rng.random() < probability:
-                outcome, duration_s = Outcome.ENGINE_LOSS, duration_s * rng.random()
-        run = SimRun(action.run_id, action.attempt, duration_s, outcome, since_s=self._agenda.now_s)
-        self._runs[action.run_id] = run
-        cell_id = self.state.cells.cell_of(action.run_id)
-        if cell_id is None:
-            self._homeless[action.run_id] = run
-        else:
-            self._cells[cell_id].attach(run)
-        self._emit(RunStarted(action.run_id, action.attempt))
-
-    def _on_run_due(self, due: tuple[SimRun, int]) -> None:
-        run, timing = due
-        if run.timing != timing:
-            return
-        self._take_off(run)
-        group = self._groups[run.run_id.rpartition("-r")[0]]
-        rule = OUTCOME_TABLE[run.outcome]
-        self._num_lost_attempts += run.outcome is not Outcome.FINISHED
-        if rule.scored or run.attempt >= rule.max_retries:
-            if run.run_id in group.outcome_of:
-                raise InvariantError(f"run {run.run_id} ended twice.", self.state.history())
-            group.outcome_of[run.run_id] = run.outcome
-            self._num_ended += not group.spec.is_eval
-        self._emit(RunEnded(run.run_id, run.attempt, run.outcome))
-
-    def _take_off(self, run: SimRun) -> None:
-        del self._runs[run.run_id]
-        self._homeless.pop(run.run_id, None)
-        if run.cell is not None:
-            run.cell.detach(run)
-        run.timing += 1
-
-    def _abort_runs(self, action: AbortRuns) -> None:
-        for run_id, attempt in action.attempts:
-            run = self._runs.get(run_id)
-            if run is not None and run.attempt == attempt:
-                self._take_off(run)
-
-    def _score_group(self, action: ScoreGroup) -> None:
-        self._agenda.after(self.config.system.score_s, self._on_scored, action.group_id)
-
-    def _on_scored(self, group_id: str) -> None:
-        group = self._groups.get(group_id)
-        if group is None:
-            return
-        counted = [outcome for outcome in group.outcome_of.values() if OUTCOME_TABLE[outcome].counted]
-        probability = self.config.system.group_loss_probability
-        reason = ""
-        if len(counted) < _MIN_COUNTED_RUNS:
-            reason = f"{len(counted)} valid runs"
-        elif not group.spec.is_eval and probability > 0 and self._rng("group", group_id).random() < probability:
-            reason = "filtered"
-        rewards = (1.0,) * len(counted)
-        mean = 1.0 if counted else None
-        version = group.spec.version
-        num_runs = len(group.spec.run_ids)
-        self._emit(
-            GroupScored(GroupResult(group_id, not reason, reason, num_runs, len(counted), 0, 0, mean, rewards, version))
-        )
-        if reason or group.spec.is_eval:
-            del self._groups[group_id]
-
-    def _drop_group(self, action: DropGroup) -> None:
-        self._groups.pop(action.group_id, None)
-
-    def _rng(self, *key: str | int) -> random.Random:
-        """Randomness that belongs to a key, whatever else was drawn."""
-        return random.Random("/".join(map(str, (self.config.seed, *key))))
-
-    # -- placement ----------------------------------------------------------------------------------------------------
-
-    def _follow_runs_of(self, cell: SimCell) -> None:
-        """Runs of a cell, and runs without one, go where the core routes them now."""
-        cell_of = self.state.cells.cell_of
-        for run in list(cell.runs.values()):
-            if cell_of(run.run_id) != cell.cell_id:
-                cell.detach(run)
-                self._homeless[run.run_id] = run
-        if not self._homeless:
-            return
-        for run in list(self._homeless.values()):
-            cell_id = cell_of(run.run_id)
-            if cell_id is not None:
-                del self._homeless[run.run_id]
-                run.remaining_s += self.config.system.prefill_s
-                self._num_moves += 1
-                self._cells[cell_id].attach(run)
+    def _on_step_trained(self, event: StepTrained) -> None:
+        self._figures.note_step(event.step)
 
     # -- cells --------------------------------------------------------------------------------------------------------
 
     def _take_role(self, cell: SimCell) -> None:
         """The cell does what the core has it do."""
         role = self.state.cells.get(cell.cell_id).role
-        # what is lost of the core is its rollout side: it goes on training
         if role is CellRole.TRAIN or (cell.is_core and role is CellRole.DOWN):
-            if role is CellRole.DOWN and cell.micro_step is None:
-                cell.set_mode(CellMode.DOWN)
-            elif cell.micro_step is None and cell.mode is not CellMode.TRAINING:
-                cell.set_mode(CellMode.WAITING)
+            # what is lost of the core is its rollout side: it goes on training
+            if cell.mode is not CellMode.TRAINING:
+                cell.set_mode(CellMode.DOWN if role is CellRole.DOWN else CellMode.WAITING)
             self._training.join(cell)
             return
         self._training.leave(cell)
@@ -322,38 +196,38 @@ class Simulation:
 
     def _switch_cell(self, action: SwitchCell) -> None:
         cell, system = self._cells[action.cell_id], self.config.system
-        self._num_switches += 1
+        self._figures.num_switches += 1
         self._take_role(cell)
-        self._follow_runs_of(cell)
-        answer: Event
+        self._runs.follow(cell)
         if action.role is CellRole.TRAIN:
-            delay_s, answer = system.switch_to_train_s, CellDrained(cell.cell_id)
+            self._answer_unless_lost(system.switch_to_train_s, cell, CellDrained(cell.cell_id))
         else:
-            delay_s, answer = system.switch_to_rollout_s, CellAdmitted(cell.cell_id)
-        self._agenda.after(delay_s, self._emit_unless_lost, (cell, cell.num_losses, answer))
+            self._answer_unless_lost(system.switch_to_rollout_s, cell, CellAdmitted(cell.cell_id))
 
-    def _emit_unless_lost(self, news: tuple[SimCell, int, Event]) -> None:
-        cell, num_losses, event = news
+    def _answer_unless_lost(self, delay_s: float, cell: SimCell, event: Event) -> None:
+        self._agenda.after(delay_s, self._on_answer_due, (cell, cell.num_losses, event))
+
+    def _on_answer_due(self, answer: tuple[SimCell, int, Event]) -> None:
+        cell, num_losses, event = answer
         if cell.num_losses == num_losses:
-            self._emit(event)
+            self._answers.append(event)
 
     def _plan_failure(self, cell: SimCell) -> None:
         mtbf_s = self.config.system.cell_mtbf_s
         if mtbf_s > 0:
-            delay_s = self._rng("cell", cell.cell_id, cell.num_losses).expovariate(1 / mtbf_s)
-            self._agenda.after(delay_s, self._on_cell_fails, cell)
+            rng = random.Random(f"{self.config.seed}/failures/{cell.cell_id}/{cell.num_losses}")
+            self._agenda.after(rng.expovariate(1 / mtbf_s), self._on_cell_fails, cell)
 
     def _on_cell_fails(self, cell: SimCell) -> None:
         cell.num_losses += 1
-        cell.is_up, cell.version = False, -1
-        self._emit(CellLost(cell.cell_id, "simulated failure", may_return=True))
+        cell.version = -1
+        self._answers.append(CellLost(cell.cell_id, "simulated failure", may_return=True))
         self._agenda.after(self.config.system.cell_repair_s, self._on_cell_repaired, cell)
 
     def _on_cell_repaired(self, cell: SimCell) -> None:
-        cell.is_up = True
         if cell.is_paused:
             cell.pause(False)
-        self._emit(CellJoined(cell.cell_id, cell.slots, cell.kind))
+        self._answers.append(CellJoined(cell.cell_id, cell.slots, cell.kind))
         self._plan_failure(cell)
 
     # -- publication --------------------------------------------------------------------------------------------------
@@ -362,27 +236,29 @@ class Simulation:
         cells = [self._cells[cell_id] for cell_id in action.cell_ids]
         self._publish_next((action.version, [(cell, cell.num_losses) for cell in cells], len(cells)))
 
-    def _publish_next(self, publication: tuple[int, list[tuple[SimCell, int]], int]) -> None:
-        """The next cell fetches the weights while it serves the old ones; then its runs pause."""
+    def _publish_next(self, publication: _Publication) -> None:
+        """The next cell fetches the weights while it serves the old ones."""
         version, cells, num_cells = publication
         while cells and cells[0][0].num_losses != cells[0][1]:
             del cells[0]
         if not cells:
-            self._emit(PublicationEnded(version))
+            self._answers.append(PublicationEnded(version))
             return
         fetch_s = self.config.system.publish_s / num_cells - self.config.system.update_pause_s
         self._agenda.after(max(0.0, fetch_s), self._begin_update, publication)
 
-    def _begin_update(self, publication: tuple[int, list[tuple[SimCell, int]], int]) -> None:
+    def _begin_update(self, publication: _Publication) -> None:
+        """It takes them in; its runs stand still."""
         version, cells, _ = publication
         cell, num_losses = cells[0]
         if cell.num_losses == num_losses:
-            self._emit(CellUpdating(cell.cell_id, version))
+            self._answers.append(CellUpdating(cell.cell_id, version))
             if self.config.system.update_pause_s > 0:
                 cell.pause(True)
         self._agenda.after(self.config.system.update_pause_s, self._end_update, publication)
 
-    def _end_update(self, publication: tuple[int, list[tuple[SimCell, int]], int]) -> None:
+    def _end_update(self, publication: _Publication) -> None:
+        """Its runs go on, after a prefill."""
         version, cells, _ = publication
         cell, num_losses = cells.pop(0)
         if cell.num_losses == num_losses:
@@ -391,133 +267,28 @@ class Simulation:
             cell.version = version
             if cell.is_paused:
                 cell.pause(False)
-            self._emit(CellServing(cell.cell_id, version))
+            self._answers.append(CellServing(cell.cell_id, version))
         self._publish_next(publication)
 
     # -- training and the rest ----------------------------------------------------------------------------------------
 
     def _train_step(self, action: TrainStep) -> None:
-        for cell in self._cells.values():
-            self._take_role(cell)
         system = self.config.system
         factor = system.train_per_rollout
         if not self.state.options.policy.streaming:
             factor *= system.batch_overhead
-        costs_s: list[float] = []
-        for group_id in action.group_ids:
-            group = self._groups.pop(group_id)
-            if len(group.outcome_of) != len(group.duration_of):
-                raise InvariantError(f"{group_id} is trained with unfinished runs.", self.state.history())
-            durations_s = tuple(
-                group.duration_of[run_id]
-                for run_id, outcome in group.outcome_of.items()
-                if OUTCOME_TABLE[outcome].trained
-            )
-            costs_s += [factor * seconds for seconds in durations_s]
-            staleness = action.step - 1 - group.spec.version
-            self._trained.append(TrainedGroup(group_id, action.step, staleness, durations_s))
-        self._training.add(action, costs_s)
+        groups = [self._runs.take(group_id, action.step) for group_id in action.group_ids]
+        self._figures.trained += groups
+        if not self._training.is_busy:
+            for cell in self._cells.values():
+                self._take_role(cell)
+        self._training.add(action, [factor * seconds for group in groups for seconds in group.durations_s])
 
     def _save_checkpoint(self, action: SaveCheckpoint) -> None:
-        self._agenda.after(self.config.system.checkpoint_s, self._emit, CheckpointSaved(action.step))
-
-    def _mark_best(self, action: MarkBest) -> None:
-        self._emit(BestMarked(action.step))
-
-    def _record_evaluation(self, action: RecordEvaluation) -> None:
-        """Nothing follows from it."""
+        self._agenda.after(self.config.system.checkpoint_s, self._answers.append, CheckpointSaved(action.step))
 
     def _finish(self, action: FinishJob) -> None:
-        self._end = action
-
-    # -- figures ------------------------------------------------------------------------------------------------------
-
-    def _note_step(self, event: StepTrained) -> None:
-        self._step_end_s.append(self._agenda.now_s)
-        if event.step == self.config.steps:
-            self._accounts = [cell.accounts() for cell in self._cells.values()]
-
-    def _note_publication(self) -> None:
-        for cell in self._cells.values():
-            self._follow_runs_of(cell)
-            self._take_role(cell)
-            if self._start_s is None:
-                cell.open_accounts()
-        if self._start_s is None:
-            self._start_s = self._agenda.now_s
-
-    def _note_exposure(self) -> None:
-        is_exposed = self._training.is_busy and len(self._runs) == len(self._homeless)
-        since_s = self._exposed_since_s
-        if is_exposed and since_s == math.inf:
-            self._exposed_since_s = self._agenda.now_s
-        elif not is_exposed and since_s != math.inf:
-            self._exposed_s += self._agenda.now_s - since_s
-            self._exposed_since_s = math.inf
-
-    def _record(self) -> None:
-        now_s, book = self._agenda.now_s, self.state.book
-        for series, value in ((self._water_level, book.water_level), (self._ready_groups, len(book.ready))):
-            if not series or series[-1][1] != value:
-                series.append((now_s, value))
-
-    def _result(self) -> SimResult:
-        assert self._end is not None
-        accounts = self._accounts or [cell.accounts() for cell in self._cells.values()]
-        durations = [seconds for group in self._trained for seconds in group.durations_s]
-        slowest = [group.slowest_s for group in self._trained]
-        book, scheduler, pool = self.state.book, self.config.scheduler, self.config.pool
-        counts = RunCounts(
-            dispatched_runs=book.training.dispatched,
-            ended_runs=self._num_ended,
-            trained_runs=len(durations),
-            lost_attempts=self._num_lost_attempts,
-            moved_runs=self._num_moves,
-            dispatched_groups=self.state.next_group_index,
-            trained_groups=book.num_trained,
-            lost_groups=book.num_lost,
-        )
-        return SimResult(
-            name=self.config.name,
-            status=self._end.status.value,
-            reason=self._end.reason,
-            start_s=self._start_s or 0.0,
-            step_end_s=tuple(self._step_end_s),
-            staleness=staleness_of(self._trained, scheduler.steps_per_burst),
-            counts=counts,
-            utilisation=utilisation_of(accounts, pool.slots_by_cell),
-            exposed_training_s=self._exposed_s,
-            run_mean_s=sum(durations) / len(durations) if durations else 0.0,
-            slowest_of_group_mean_s=sum(slowest) / len(slowest) if slowest else 0.0,
-            num_switches=self._num_switches,
-            num_events=self.num_events,
-            lower_bound=lower_bound(
-                slowest,
-                [(group.step - 1) // scheduler.steps_per_burst for group in self._trained],
-                sum(durations),
-                self.config.system.train_per_rollout * sum(durations),
-                slots=pool.slots_by_cell,
-                num_standalone=pool.standalone_cells,
-                max_outstanding=math.ceil(
-                    (scheduler.carry_over_steps + scheduler.steps_per_burst) * scheduler.groups_per_step - 1e-9
-                ),
-                has_carry_over=scheduler.carry_over_steps > 0,
-            ),
-            groups=tuple(self._trained),
-            timeline=self._timeline() if self._is_recorded else None,
-        )
-
-    def _timeline(self) -> Timeline:
-        return Timeline(
-            cells=tuple(
-                CellIntervals(
-                    cell.cell_id, tuple((span.mode.value, span.start_s, span.end_s) for span in cell.intervals)
-                )
-                for cell in self._cells.values()
-            ),
-            water_level=tuple(self._water_level),
-            ready_groups=tuple(self._ready_groups),
-        )
+        self.end = action
 
 
 def make_options(config: SimConfig, num_tasks: int) -> JobOptions:

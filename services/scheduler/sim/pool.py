@@ -78,7 +78,6 @@ class SimCell:
     speed: float = 1.0
     is_paused: bool = False
     version: int = -1
-    is_up: bool = True
     num_losses: int = 0
     micro_step: MicroStep | None = None
     mode: CellMode = CellMode.SERVING
