@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 from ray.exceptions import RayTaskError
 
-from services.common.errors import ConfigError, EngineError, TrainingError
+from services.common.errors import ConfigError, EngineError, RefusedError, TrainingError
 from services.common.types import CellKind
 from services.scheduler import actor as actor_module
 from services.scheduler.actions import Action, OpenGroup, SaveCheckpoint, ScoreGroup, StartRun, TrainStep
 from services.scheduler.actor import JobScheduler
 from services.scheduler.codec import decode
-from services.scheduler.events import CellDrained, CellJoined, Event, GroupScored, RunStarted
+from services.scheduler.events import CellDrained, CellJoined, CellStale, Event, GroupScored, RunStarted
+from services.scheduler.journal import read_journal
 from services.scheduler.state import JobState
 from tests.unit.scheduler.live import IdealPerformer
 from tests.unit.scheduler.world import group_result, options
@@ -60,22 +60,22 @@ async def test_wait_done_returns_at_its_timeout(performer, tmp_path) -> None:
     await scheduler.close()
 
 
-async def test_the_event_log_replays_to_the_same_decisions(performer, tmp_path) -> None:
+async def test_the_journal_replays_to_the_same_decisions(performer, tmp_path) -> None:
     scheduler = await started(options(steps=4, steps_per_burst=2), performer, tmp_path)
     await scheduler.wait_done(30)
     await scheduler.close()
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [line["sequence"] for line in lines] == list(range(1, len(lines) + 1))
-    assert lines[0]["kind"] == "JobStarted"
-    state = JobState(decode(lines[0]["payload"]["options"]))
-    for line in lines[1:]:
-        decisions = state.handle(decode(line["payload"]), line["at_s"])
-        logged = [(decode(made["payload"]), made["reason"]) for made in line["decisions"]]
+    records = list(read_journal(tmp_path))
+    assert [record.sequence for record in records] == list(range(1, len(records) + 1))
+    assert records[0].kind == "JobStarted"
+    state = JobState(decode(records[0].payload["options"]))
+    for record in records[1:]:
+        decisions = state.handle(decode(record.payload), record.at_s)
+        logged = [(decode(made.payload), made.reason) for made in record.decisions]
         assert [(decision.action, decision.reason) for decision in decisions] == logged
     assert state.status == "finished"
 
 
-async def test_a_resumed_job_continues_the_log_and_the_counts(performer, tmp_path) -> None:
+async def test_a_resumed_job_continues_the_journal_and_the_counts(performer, tmp_path) -> None:
     scheduler = await started(options(steps=2), performer, tmp_path)
     await scheduler.wait_done(30)
     await scheduler.close()
@@ -88,8 +88,30 @@ async def test_a_resumed_job_continues_the_log_and_the_counts(performer, tmp_pat
     assert status["status"] == "finished"
     assert [action.step for action in again.did(TrainStep)] == [3, 4]
     assert not {a.spec.group_id for a in again.did(OpenGroup)} & {a.spec.group_id for a in performer.did(OpenGroup)}
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [line["sequence"] for line in lines] == list(range(1, len(lines) + 1))
+    records = list(read_journal(tmp_path))
+    assert [record.sequence for record in records] == list(range(1, len(records) + 1))
+    assert [record.kind for record in records].count("JobStarted") == 2
+
+
+async def test_a_posted_event_is_in_the_journal_on_return(performer, tmp_path) -> None:
+    performer.hold.clear()
+    scheduler = await started(options(), performer, tmp_path)
+    kinds = [record.kind for record in read_journal(tmp_path)]
+    assert kinds.count("CellJoined") == 2
+    await scheduler.cancel("enough")
+    assert "CancelRequested" in [record.kind for record in read_journal(tmp_path)]
+    performer.hold.set()
+    await scheduler.wait_done(30)
+    await scheduler.close()
+
+
+async def test_a_scheduler_that_was_not_started_says_so(performer, tmp_path) -> None:
+    scheduler = JobScheduler(options(), performer, job_dir=str(tmp_path), grpc_token=TOKEN)
+    with pytest.raises(RefusedError, match="not started"):
+        await scheduler.wait_done(0)
+    address = await scheduler.start()
+    assert await scheduler.start() == address
+    await scheduler.close()
 
 
 async def test_a_failing_step_fails_the_job_with_its_reason(performer, tmp_path) -> None:
@@ -152,7 +174,7 @@ async def test_a_log_that_cannot_be_written_fails_the_job_instead_of_hanging_it(
         raise OSError(28, "No space left on device")
 
     scheduler.log.append = scheduler.log.note = refuse
-    await scheduler.post(RunStarted("g000000-r0", 0))
+    await scheduler.post(CellStale("cell-1", "broken by the test"))
     status = await scheduler.wait_done(30)
     await scheduler.close()
     assert status["status"] == "failed"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from pathlib import Path
 
 from services.scheduler.actions import Decision, FinishJob
 from services.scheduler.eventlog import EVENTS_SKIPPED, EventLog
 from services.scheduler.events import CancelRequested, Tick
+from services.scheduler.journal import Journal, read_journal
 from services.scheduler.types import JobStatus
 
 
 async def test_a_slow_watcher_is_told_what_it_missed() -> None:
-    log = EventLog(None, num_kept=3)
+    log = EventLog(num_kept=3)
     for index in range(10):
         log.append(float(index), CancelRequested(str(index)), [])
     await log.close()
@@ -22,8 +23,20 @@ async def test_a_slow_watcher_is_told_what_it_missed() -> None:
     assert [record.sequence for record in seen[1:]] == [8, 9, 10]
 
 
+async def test_a_slow_watcher_misses_nothing_where_there_is_a_journal(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    log = EventLog(journal, num_kept=3)
+    for index in range(500):
+        log.append(float(index), CancelRequested(str(index)), [])
+    await log.close()
+    seen = [record async for record in log.watch(2)]
+    assert [record.sequence for record in seen] == list(range(3, 501))
+    assert [record.payload["reason"] for record in seen] == [str(index) for index in range(2, 500)]
+    journal.close()
+
+
 async def test_a_watcher_waits_for_new_records_and_ends_with_the_log() -> None:
-    log = EventLog(None)
+    log = EventLog()
 
     async def collect() -> list[int]:
         return [record.sequence async for record in log.watch(0)]
@@ -37,26 +50,16 @@ async def test_a_watcher_waits_for_new_records_and_ends_with_the_log() -> None:
         assert await watcher == list(range(1, 501))
 
 
-async def test_a_continued_file_goes_on_with_its_numbers(tmp_path) -> None:
-    path = tmp_path / "job" / "events.jsonl"
+async def test_a_continued_log_goes_on_with_its_numbers_and_remembers_decisions(tmp_path: Path) -> None:
     decision = Decision(FinishJob(JobStatus.CANCELLED, "enough"), "enough")
     for start in range(2):
-        log = EventLog(path)
+        journal = Journal(tmp_path / "job")
+        log = EventLog(journal)
         log.append(1.0, CancelRequested("enough"), [decision])
         log.append(2.0, Tick(), [])
-        assert [made.sequence for made in log.decisions(0)] == [2 * start + 1]
+        assert [made.sequence for made in log.decisions(0)] == [1, 3][: start + 1]
         await log.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["sequence"] for line in lines] == [1, 2, 3, 4]
-    assert lines[0]["decisions"][0]["reason"] == "enough"
-
-
-async def test_a_torn_last_line_is_cut_off(tmp_path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"sequence": 7}\n{"sequ')
-    log = EventLog(path)
-    log.append(1.0, Tick(), [])
-    await log.close()
-    records = [record async for record in log.watch(7)]
-    assert [record.sequence for record in records] == [8]
-    assert [json.loads(line)["sequence"] for line in path.read_text().splitlines()] == [7, 8]
+        journal.close()
+    records = list(read_journal(tmp_path / "job"))
+    assert [record.sequence for record in records] == [1, 2, 3, 4]
+    assert records[0].decisions[0].reason == "enough"
