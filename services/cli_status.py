@@ -127,6 +127,8 @@ def subject_of(decision: LoggedDecision) -> str:
             return str(payload["spec"]["group_id"])
         case "AbortRuns":
             return f"{len(payload['attempts'])} runs"
+        case "RecordEvaluation":
+            return f"version {payload['version']}"
     for key in ("run_id", "group_id", "cell_id", "status"):
         if key in payload:
             return str(payload[key])
@@ -199,16 +201,18 @@ class _Watch:
         state, decisions = await fetch(client)
         self.lost_at_s = None
         seen = self.decisions[-1].sequence if self.decisions else 0
-        self._note(state, [decision for decision in decisions if decision.sequence > seen])
+        self._take([decision for decision in decisions if decision.sequence > seen])
+        self._note(state)
         changed = asyncio.Event()
         listener = asyncio.create_task(self._listen(client, changed))
         try:
             while not listener.done():
                 await changed.wait()
                 changed.clear()
-                self._note(await client.cluster_state(), [])
+                self._note(await client.cluster_state())
                 await asyncio.sleep(_REFRESH_S)
             await listener
+            self._note(await client.cluster_state())
         except MachineError:
             await asyncio.wait([listener], timeout=_RETRY_S)  # the stream may still bring how the job ended
             raise
@@ -219,23 +223,22 @@ class _Watch:
     async def _listen(self, client: SchedulerClient, changed: asyncio.Event) -> None:
         try:
             async for event in client.watch_events(self.decisions[-1].sequence if self.decisions else 0):
-                self._note(self.state, event.decisions)
+                self._take(event.decisions)
                 changed.set()
         finally:
             changed.set()
 
-    def _note(self, state: ClusterState | None, decisions: Iterable[LoggedDecision]) -> None:
-        is_first = self.state is None
-        self.state = state
+    def _take(self, decisions: Iterable[LoggedDecision]) -> None:
         self.decisions.extend(decisions)
-        if self.live is not None:
-            self._draw()
-        elif is_first and state is not None:
+        for decision in decisions if self.live is None and self.state is not None else ():
+            line = f"{_clock(decision.at_s)} {decision.action} {subject_of(decision)}: {decision.reason}"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _note(self, state: ClusterState) -> None:
+        if self.live is None and self.state is None:
             self.console.print(show(state, self.decisions, self.num_lines))
-        else:
-            for decision in decisions:
-                line = f"{_clock(decision.at_s)} {decision.action} {subject_of(decision)}: {decision.reason}"
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.state = state
+        self._draw()
 
     def _draw(self, message: str = "") -> None:
         if self.live is not None and self.state is not None:
