@@ -82,7 +82,9 @@ def may_leave_now(state: JobState, cell: Cell) -> tuple[bool, str]:
 
 def _leave_together(state: JobState) -> bool:
     """Colocation: all cells of the switching order, when the groups of the whole burst are ready."""
-    if state.cells.in_transition or state.publication is not None or state.cells.in_training:
+    core, is_training = state.cells.core, bool(state.cells.in_training)
+    pool_has_left = core.role is not CellRole.ROLLOUT if core is not None and core.is_live else is_training
+    if pool_has_left or state.cells.in_transition or state.publication is not None:
         return False
     num_needed = state.seats_left + (state.burst_left - 1) * state.options.groups_per_step
     leaves, why = policy.pool_may_leave_rollout(len(state.book.ready), num_needed)
@@ -140,7 +142,7 @@ def return_drained(state: JobState) -> bool:
 
 def rescue_rollout(state: JobState) -> bool:
     """With no rollout capacity left and runs unfinished, the satellite that joined last goes back; at last the core,
-    as soon as its step ends."""
+    as soon as its step ends or lacks groups that only those runs can give (its gradient is kept)."""
     if state.book.water_level == 0 or state.publication is not None or state.cells.in_transition:
         return False
     if any(cell.role is CellRole.ROLLOUT and cell.can_serve for cell in state.cells.live):
@@ -151,7 +153,8 @@ def rescue_rollout(state: JobState) -> bool:
     if not training:
         return False
     cell = max(training, key=lambda cell: cell.index)
-    if cell.is_core and (state.training_step is not None or state.checkpoint is not None):
+    step = state.training_step
+    if cell.is_core and ((step is not None and step.is_closed) or state.checkpoint is not None):
         return False
     if cell.is_core and state.steps_left > 0 and len(state.admissible(state.seats_left)) >= state.num_ready_needed:
         return False  # it trains first: the step needs nobody else
@@ -163,7 +166,8 @@ def rescue_rollout(state: JobState) -> bool:
 
 def _is_starved(state: JobState) -> bool:
     """Colocation: the pool trains, but the next step lacks groups (some were dropped)."""
-    if state.training_step is not None or state.checkpoint is not None or state.wanted_version is not None:
+    is_training = state.training_step is not None and state.training_step.is_closed
+    if is_training or state.checkpoint is not None or state.wanted_version is not None:
         return False
     return state.burst_left > 0 and len(state.admissible(state.seats_left)) < state.num_ready_needed
 

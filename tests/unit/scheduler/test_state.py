@@ -404,7 +404,7 @@ def test_the_core_stays_in_training_when_the_others_can_take_all_runs() -> None:
 
 
 def test_the_core_returns_with_the_last_rollout_capacity_as_soon_as_its_step_ends() -> None:
-    world = opened((4, 4), steps=10, steps_per_burst=2, max_staleness_steps=8)
+    world = opened((4, 4), steps=10, steps_per_burst=3, carry_over_steps=0.0)
     until(world, TrainStep)
     assert world.state.snapshot()["water_level"] > 0
     world.lose("cell-1")

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.common.types import CellKind, CellRole
-from services.scheduler.events import CancelRequested, Tick
+from services.scheduler.events import (
+    CancelRequested,
+    CellReported,
+    DrainRequested,
+    PolicyRequested,
+    SwitchRequested,
+    Tick,
+    UndrainRequested,
+)
 from services.scheduler.options import AtStalenessBound, JobOptions, OnLostGroup, Policy, PolicyMode
 from services.scheduler.types import JobStatus
 from tests.unit.scheduler.world import World, options
@@ -85,23 +93,19 @@ class AnyWorld(RuleBasedStateMachine):
     """Answers in any order, cells that die and return, timeouts, cancellation."""
 
     @initialize(
-        slots=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-        steps=st.integers(1, 4),
-        mu=st.integers(1, 3),
-        phi=st.sampled_from([0.0, 0.5, 1.0]),
-        staleness=st.integers(2, 4),
+        seed=st.integers(0, 10_000),
+        slots=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+        steps=st.integers(1, 6),
         evals=st.integers(0, 2),
         max_runs=st.sampled_from([2, 100]),
         checkpoint_every=st.integers(1, 3),
+        others=st.sampled_from([CellKind.SATELLITE, CellKind.SATELLITE, CellKind.STANDALONE]),
     )
-    def begin(self, slots, steps, mu, phi, staleness, evals, max_runs, checkpoint_every) -> None:
-        self.rng = random.Random(0)
-        job = options(
-            num_cells=len(slots),
+    def begin(self, seed, slots, steps, evals, max_runs, checkpoint_every, others) -> None:
+        job = random_options(
+            random.Random(seed),
+            len(slots),
             steps=steps,
-            steps_per_burst=mu,
-            carry_over_steps=phi,
-            max_staleness_steps=staleness,
             eval_task_names=tuple(f"e{index}" for index in range(evals)),
             eval_every=1,
             eval_at_start=True,
@@ -110,7 +114,7 @@ class AnyWorld(RuleBasedStateMachine):
             max_lost_groups=30,
             checkpoint_every=checkpoint_every,
         )
-        self.world = World(job, tuple(slots))
+        self.world = World(job, tuple(slots), others=others)
         self.world.eval_reward = reward_of(steps)
         self.world.join_all()
 
@@ -134,23 +138,49 @@ class AnyWorld(RuleBasedStateMachine):
         if self.world.pending and not self.is_over:
             self.world.fail_one(index)
 
-    @rule(index=st.integers(0, 3))
+    @rule(index=st.integers(0, 4))
     def lose_cell(self, index) -> None:
         name = f"cell-{index}"
         if name in self.world.cells and self.world.cells[name].role is not CellRole.DOWN and not self.is_over:
             self.world.lose(name)
 
-    @rule(index=st.integers(0, 3))
+    @rule(index=st.integers(0, 4))
     def return_cell(self, index) -> None:
         name = f"cell-{index}"
         if name in self.world.cells and self.world.cells[name].role is CellRole.DOWN and not self.is_over:
             self.world.join(name)
 
-    @rule(index=st.integers(0, 3))
+    @rule(index=st.integers(0, 4))
     def make_stale(self, index) -> None:
         name = f"cell-{index}"
         if name in self.world.cells and self.world.cells[name].role is not CellRole.DOWN and not self.is_over:
             self.world.make_stale(name)
+
+    @rule(index=st.integers(0, 4), back=st.booleans())
+    def drain(self, index, back) -> None:
+        if not self.is_over:
+            self.world.ask((UndrainRequested if back else DrainRequested)(f"cell-{index}"))
+
+    @rule(index=st.integers(0, 4), role=st.sampled_from([CellRole.TRAIN, CellRole.ROLLOUT]))
+    def switch(self, index, role) -> None:
+        if not self.is_over:
+            self.world.ask(SwitchRequested(f"cell-{index}", role))
+
+    @rule(
+        phi=st.sampled_from([None, 0.0, 0.5, 1.0, 3.0, -1.0, math.nan]),
+        mu=st.sampled_from([None, 0, 1, 2]),
+        mode=st.sampled_from([None, *PolicyMode]),
+    )
+    def set_policy(self, phi, mu, mode) -> None:
+        if not self.is_over:
+            self.world.ask(PolicyRequested(phi, mu, mode))
+
+    @rule(index=st.integers(0, 4), slots=st.integers(1, 6))
+    def change_slots(self, index, slots) -> None:
+        cell = self.world.cells.get(f"cell-{index}")
+        if cell is not None and cell.role is not CellRole.DOWN and not self.is_over:
+            cell.slots = slots
+            self.world.feed(CellReported(f"cell-{index}", slots, self.world.state.cells.get(f"cell-{index}").version))
 
     @rule()
     def wait_long(self) -> None:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.common.errors import TidegateError
 from services.common.types import CellKind, CellRole
 from services.scheduler.actions import (
     AbortRuns,
@@ -36,13 +37,17 @@ from services.scheduler.events import (
     CellStale,
     CellUpdating,
     CheckpointSaved,
+    DrainRequested,
     Event,
     GroupScored,
     PublicationEnded,
+    Request,
     RunEnded,
     RunStarted,
     StepTrained,
+    SwitchRequested,
     TrainingProgressed,
+    UndrainRequested,
 )
 from services.scheduler.options import JobOptions, OnLostGroup, PolicyMode
 from services.scheduler.state import JobState
@@ -129,7 +134,7 @@ class World:
         self.in_step: list[str] = []
         """Groups that were told of the step that is being filled or trained."""
         self.num_unclaimed = 0
-        self.burst_is_on = False
+        self.burst_done = 0
 
     # -- feeding --
 
@@ -149,11 +154,34 @@ class World:
 
     def join(self, cell_id: str) -> None:
         kind = CellKind.CORE if cell_id == "cell-0" else self.others
-        self.cells[cell_id] = WorldCell(self.slots[cell_id], kind)
+        self.cells[cell_id] = WorldCell(self.slots[cell_id], kind, came_late=self.is_inside_burst)
         before = len(self.log)
         self.feed(CellJoined(cell_id, self.slots[cell_id], kind))
         assert len(self.log) == before + 1
         self._take_roles()
+
+    @property
+    def is_inside_burst(self) -> bool:
+        training = any(cell.role in (CellRole.TRAIN, CellRole.TO_TRAIN) for cell in self.cells.values())
+        return training or bool(self.in_step) or self.burst_done > 0
+
+    def ask(self, request: Request) -> TidegateError | None:
+        """A user's request: refused without any change, or taken in."""
+        before = self.state.snapshot()
+        refusal = self.state.refusal(request)
+        assert self.state.snapshot() == before
+        if refusal is not None:
+            return refusal
+        if isinstance(request, DrainRequested | UndrainRequested):
+            cell = self.cells[request.cell_id]
+            cell.is_draining = isinstance(request, DrainRequested)
+            if not cell.is_draining:
+                cell.came_late = self.is_inside_burst
+                cell.serving = cell.serving and cell.version == self.state.version
+        if isinstance(request, SwitchRequested) and request.role is CellRole.ROLLOUT:
+            self.cells[request.cell_id].came_late = True
+        self.feed(request)
+        return None
 
     def lose(self, cell_id: str) -> None:
         cell = self.cells[cell_id]
@@ -222,6 +250,7 @@ class World:
 
     def _check_start(self, action: StartRun) -> None:
         cell = self.cells[action.cell_id]
+        assert not cell.is_draining, "a drained cell gets no traffic"
         assert cell.role is CellRole.ROLLOUT, f"a run starts on a cell in {cell.role}"
         assert cell.serving, "a stale cell gets no traffic"
         running = sum(status in ("starting", "running") for status in self.attempts.values())
@@ -338,6 +367,7 @@ class World:
                 self.pending.append(TrainStep(step, (), 0))
             return
         self.step = step
+        self.burst_done += 1
         for group_id in self.in_step:
             self._end_group(group_id, "trained")
         self.in_step = []
@@ -397,6 +427,10 @@ class World:
             else:
                 cell.version, cell.serving = version, True
                 self.feed(CellServing(cell_id, version))
+        if version == self.step and self.state.wanted_version == version:
+            self.burst_done = 0
+            for cell in self.cells.values():
+                cell.came_late = False
         self.feed(PublicationEnded(version))
 
     def fail_one(self, index: int) -> None:
@@ -416,6 +450,7 @@ class World:
                 to_role = CellRole.TO_TRAIN if action.role is CellRole.TRAIN else CellRole.TO_ROLLOUT
                 if self.cells[cell_id].role is to_role:
                     self.cells[cell_id].role, self.cells[cell_id].serving = CellRole.ROLLOUT, False
+                    self.cells[cell_id].came_late = True
             case TrainStep():
                 self.ready |= set(self.in_step)
                 self.in_step = []
