@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -16,10 +17,23 @@ import torch.distributed as dist
 
 from services.common.errors import TidegateError, TrainingError
 from services.common.names import RAY_NAMESPACE
-from services.trainer.commands import Order, Stop, TrainStep
-from services.trainer.rank import TrainingRank, TrainingSpec
+from services.trainer.commands import (
+    Absorb,
+    Accumulate,
+    GradientSum,
+    Load,
+    Order,
+    Stop,
+    TrainStep,
+    WeightSnapshot,
+)
+from services.trainer.rank import Arrays, TrainingRank, TrainingSpec
+from services.trainer.types import MicroStep
 
 _log = logging.getLogger(__name__)
+
+_FETCH_TIMEOUT_S = 600.0
+"""For one object; the deadline of the command comes first where it is shorter."""
 
 
 def run_training(spec: TrainingSpec, storage_dir: str) -> None:
@@ -83,7 +97,7 @@ def train_loop(config: dict[str, Any]) -> None:
     while True:
         order: Order = ray.get(mailbox.next.remote(group, rank))
         try:
-            result = state.do(order, _fetch(order))
+            result = _kept(state.do(order, _micro_steps(order), _arrays(order, rank)))
         except Exception as error:
             _log.exception("order %d failed", order.order_id)
             ray.get(mailbox.failed.remote(group, order.order_id, _as_tidegate_error(error)))
@@ -116,11 +130,44 @@ def _agree_on_group(rank: int, world_size: int) -> str:
     return names[0]
 
 
-def _fetch(order: Order) -> list[Any]:
-    if not isinstance(order.command, TrainStep):
-        return []
-    claimed = [order.command.micro_steps[index] for index in order.claims]
-    return [ray.get(item) if isinstance(item, ray.ObjectRef) else item for item in claimed]
+def _micro_steps(order: Order) -> list[MicroStep]:
+    command = order.command
+    match command:
+        case TrainStep():
+            claimed = [command.micro_steps[index] for index in order.claims]
+        case Accumulate():
+            claimed = [command.micro_steps[index].data for index in order.claims]
+        case _:
+            return []
+    return [_fetch(item) for item in claimed]
+
+
+def _arrays(order: Order, rank: int) -> Arrays | None:
+    """Weights or gradients of another cell, read where the object store holds them; None if they are gone."""
+    match order.command:
+        case Load(weights):
+            reference = weights.tensors
+        case Absorb(gradients=gradients) if rank == 0:
+            reference = gradients.tensors
+        case _:
+            return None
+    try:
+        arrays: Arrays = _fetch(reference)
+    except ray.exceptions.RayError as error:
+        _log.warning("what another cell gave for %s is gone: %s", type(order.command).__name__, error)
+        return None
+    return arrays
+
+
+def _fetch(item: Any) -> Any:
+    return ray.get(item, timeout=_FETCH_TIMEOUT_S) if isinstance(item, ray.ObjectRef) else item
+
+
+def _kept(result: Any) -> Any:
+    """Arrays go through the object store: the mailbox passes on their reference."""
+    if isinstance(result, GradientSum | WeightSnapshot):
+        return replace(result, tensors=ray.put(result.tensors))
+    return result
 
 
 def _as_tidegate_error(error: Exception) -> TidegateError:

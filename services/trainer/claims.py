@@ -6,7 +6,7 @@ whatever it has computed, so every micro-step counts exactly once in a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from services.common.errors import InvariantError
@@ -27,6 +27,7 @@ class ClaimBoard:
     """
 
     def __init__(self, num_claims: int, lease_s: float) -> None:
+        """``num_claims``: micro-steps known now; ``add`` brings more."""
         self._open = list(range(num_claims))
         self._lease_s = lease_s
         self._leases: dict[str, Lease] = {}
@@ -44,8 +45,25 @@ class ClaimBoard:
         """Every micro-step's gradient is reduced."""
         return len(self._reduced) == self._num_claims
 
+    @property
+    def reduced_ids(self) -> frozenset[int]:
+        """What counts."""
+        return frozenset(self._reduced)
+
+    def add(self, num_claims: int) -> range:
+        """Further micro-steps come to the step; their ids."""
+        added = range(self._num_claims, self._num_claims + num_claims)
+        self._open += added
+        self._num_claims += num_claims
+        return added
+
     def lease_of(self, holder: str) -> Lease | None:
         return self._leases.get(holder)
+
+    def is_late(self, holder: str, now_s: float) -> bool:
+        """Whether a holder's lease ran out."""
+        held = self._leases.get(holder)
+        return held is not None and held.expires_at_s <= now_s
 
     def claim(self, holder: str, claim_ids: Iterable[int], now_s: float) -> tuple[int, ...]:
         """Take those of ``claim_ids`` that are open; the holder's whole lease is renewed. Returns what was taken."""
@@ -58,6 +76,12 @@ class ClaimBoard:
         self._leases[holder] = Lease(live, now_s + self._lease_s)
         self._note(f"{now_s:.3f} {holder} claims {taken}")
         return taken
+
+    def renew(self, holder: str, now_s: float) -> None:
+        """A holder may keep its claims for another lease, also when its own ran out and nobody took them back."""
+        held = self._leases.get(holder)
+        if held is not None:
+            self._leases[holder] = Lease(held.claim_ids, now_s + self._lease_s)
 
     def reduced(self, holder: str, claim_ids: Iterable[int], now_s: float) -> bool:
         """A holder's gradient is in the sum. It is accepted whole, and only if ``claim_ids`` are exactly the
@@ -81,11 +105,34 @@ class ClaimBoard:
     def release(self, holder: str, now_s: float) -> tuple[int, ...]:
         """A holder failed: its claims are open again. Returns them."""
         held = self._leases.pop(holder, None)
+        return self._reopen(holder, held.claim_ids if held else (), now_s)
+
+    def keep(self, holder: str, claim_ids: Set[int], now_s: float) -> tuple[int, ...]:
+        """A holder has only ``claim_ids`` of its claims: the others are open again. Returns those."""
+        held = self._leases.get(holder)
         if held is None:
             return ()
-        freed = tuple(sorted(held.claim_ids))
-        self._open = sorted([*self._open, *freed])
-        self._note(f"{now_s:.3f} {holder} gives back {freed}")
+        self._leases[holder] = Lease(held.claim_ids & claim_ids, held.expires_at_s)
+        return self._reopen(holder, held.claim_ids - claim_ids, now_s)
+
+    def transfer(self, holder: str, heir: str, now_s: float) -> None:
+        """All claims of a holder pass to another one, with their gradient; the heir's lease is renewed."""
+        held, inherited = self._leases.pop(holder), self._leases.get(heir)
+        claim_ids = held.claim_ids | (inherited.claim_ids if inherited else frozenset())
+        self._leases[heir] = Lease(claim_ids, now_s + self._lease_s)
+        self._note(f"{now_s:.3f} {heir} takes {sorted(held.claim_ids)} over from {holder}")
+
+    def uncount(self, claim_ids: Set[int], now_s: float) -> tuple[int, ...]:
+        """The sum itself was lost: of what counted, ``claim_ids`` are open again. Returns them."""
+        lost = self._reduced & claim_ids
+        self._reduced -= lost
+        return self._reopen("the sum", lost, now_s)
+
+    def _reopen(self, holder: str, claim_ids: Iterable[int], now_s: float) -> tuple[int, ...]:
+        freed = tuple(sorted(claim_ids))
+        if freed:
+            self._open = sorted([*self._open, *freed])
+            self._note(f"{now_s:.3f} {holder} gives back {freed}")
         return freed
 
     def expire(self, now_s: float) -> tuple[int, ...]:

@@ -1,9 +1,65 @@
-"""What the training ranks of a cell are told to do, and how they are told."""
+"""What the training ranks of a cell are told to do, and how they are told.
+
+A step is taken whole (``TrainStep``), or by several cells together: each ``Accumulate``s micro-steps into a gradient
+sum of its own, a satellite's sum is ``Collect``ed and ``Absorb``ed by the core, and the core ``Update``s the weights.
+Every such command carries the step's ``epoch``: a rank forgets a sum of another step or epoch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from services.trainer.backends.base import BatchResult
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStepRef:
+    """A micro-step as commands carry it. Equal ones have the same key, wherever their data lies."""
+
+    key: str
+    """Stays when the micro-steps of a group are asked for again."""
+    data: Any = field(compare=False)
+    """A ``MicroStep`` or a Ray object ref of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SumReport:
+    """What the gradient sum of a cell holds now."""
+
+    step: int
+    epoch: int
+    keys: frozenset[str]
+    """Of the micro-steps in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSum:
+    """A cell's gradient sum, unnormalised, with everything that a step's report needs of it."""
+
+    step: int
+    epoch: int
+    keys: frozenset[str]
+    """Of the micro-steps in it."""
+    num_runs: int
+    """Runs with a target."""
+    num_batches: int
+    result: BatchResult = field(compare=False)
+    tensors: Any = field(compare=False)
+    """Float32 numpy arrays by parameter name, or a Ray object ref of that dict."""
+    peak_rss_bytes: int = field(default=0, compare=False)
+    """Of the rank that made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSnapshot:
+    """The core's trainable parameters in master precision."""
+
+    step: int
+    """The step that starts from them."""
+    tensors: Any = field(compare=False)
+    """Float32 numpy arrays by parameter name, or a Ray object ref of that dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +72,68 @@ class TrainStep:
     sampled are compared with the engine."""
     temperature: float
     """Of the sampling: log-probabilities are those of ``logits / temperature``."""
-    micro_steps: tuple[Any, ...]
+    micro_steps: tuple[Any, ...] = field(compare=False)
     """``MicroStep``s or Ray object refs of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add the gradient of micro-steps to the cell's sum. Answered by a ``SumReport``."""
+
+    step: int
+    epoch: int
+    version: int
+    temperature: float
+    micro_steps: tuple[MicroStepRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Hand the cell's sum over and forget it. Answered by a ``GradientSum``."""
+
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Absorb:
+    """Add another cell's sum to one's own. Answered by a ``SumReport``; what could not be fetched is not in it."""
+
+    step: int
+    epoch: int
+    gradients: GradientSum
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Step the optimizer. Answered by a ``StepReport``; by a ``SumReport``, and nothing was done, if the cell's sum
+    holds other micro-steps than these (ranks that were restarted have lost theirs).
+    """
+
+    step: int
+    epoch: int
+    version: int
+    temperature: float
+    micro_steps: tuple[MicroStepRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Give out the weights from which ``step`` starts. Answered by a ``WeightSnapshot``."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Take over weights, and forget the sum. Answered by None."""
+
+    weights: WeightSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Forget the cell's sum. Answered by None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +173,22 @@ class Stop:
     """End the training ranks in good order. Answered by None."""
 
 
-Command = TrainStep | Publish | SaveCheckpoint | MarkBest | Stop
+StepCommand = TrainStep | Accumulate | Absorb | Update
+"""Commands that make a step: once it is trained, all of them are answered with its report."""
+Command = (
+    TrainStep
+    | Accumulate
+    | Collect
+    | Absorb
+    | Update
+    | Snapshot
+    | Load
+    | Discard
+    | Publish
+    | SaveCheckpoint
+    | MarkBest
+    | Stop
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +198,9 @@ class Order:
     order_id: int
     command: Command
     claims: tuple[int, ...] = ()
-    """Indices into ``TrainStep.micro_steps`` that this rank takes."""
+    """Indices into the command's micro-steps that this rank takes."""
     num_claims: int = 0
-    """Micro-steps of the step, over all ranks."""
+    """Micro-steps of the command, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,23 @@ class TrainingBackend(Protocol):
     def reduce(self) -> None:
         """Sum the accumulated gradients over the ranks."""
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The accumulated gradient by parameter; a parameter that has none is left out."""
+
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add another cell's ``gradients()`` to what is there.
+
+        Raises:
+            ValueError: they belong to other parameters; nothing was added.
+        """
+
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Take over another cell's ``state()``.
+
+        Raises:
+            ConfigError: it belongs to another model or another way of tuning.
+        """
+
     def update(self, num_runs: int, step: int) -> Update:
         """Divide the gradient by ``num_runs``, clip it, step the optimizer, and forget the gradient."""
 

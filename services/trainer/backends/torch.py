@@ -87,6 +87,22 @@ class TorchBackend:
         for work in works:
             work.wait()
 
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._trainable.items() if p.grad is not None}
+
+    @torch.no_grad()
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            if name not in self._trainable or self._trainable[name].shape != gradient.shape:
+                raise ValueError(
+                    f"a gradient of {name} with shape {tuple(gradient.shape)} belongs to no parameter here"
+                )
+        for name, gradient in gradients.items():
+            parameter = self._trainable[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad += gradient.to(parameter.device)
+
     def update(self, num_runs: int, step: int) -> Update:
         settings = self._config.optimizer
         learning_rate = settings.learning_rate * min(1.0, step / max(settings.warmup_steps, 1))
@@ -146,8 +162,12 @@ class TorchBackend:
     def optimizer_state(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
 
-    @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], optimizer_state: dict[str, Any]) -> None:
+        self.load_weights(state)
+        self._optimizer.load_state_dict(optimizer_state)
+
+    @torch.no_grad()
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
         own = {name: parameter.shape for name, parameter in self._trainable.items()}
         if own != {name: tensor.shape for name, tensor in state.items()}:
             raise ConfigError(
@@ -156,7 +176,6 @@ class TorchBackend:
             )
         for name, parameter in self._trainable.items():
             parameter.copy_(state[name])
-        self._optimizer.load_state_dict(optimizer_state)
 
     def _rows_per_chunk(self) -> int:
         vocab_size: int = self.model.config.get_text_config().vocab_size
