@@ -30,12 +30,17 @@ def load_config(model: type[ModelT], path: Path, overrides: Sequence[str] = ()) 
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of keys.", "See examples/configs for some.")
+    return parse_config(model, data, overrides, str(path))
+
+
+def parse_config(model: type[ModelT], data: dict[str, Any], overrides: Sequence[str], source: str) -> ModelT:
+    """``load_config`` of data that is there already; it takes the overrides. ``source`` names it in messages."""
     for override in overrides:
         _apply_override(data, override)
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_describe(error, model, path), "Nothing was started; mend the configuration.") from None
+        raise ConfigError(_describe(error, model, source), "Nothing was started; mend the configuration.") from None
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -56,7 +61,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: the value is not YAML ({error}).", "Quote it.") from None
 
 
-def _describe(error: ValidationError, model: type[BaseModel], path: Path) -> str:
+def _describe(error: ValidationError, model: type[BaseModel], source: str) -> str:
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
@@ -68,7 +73,7 @@ def _describe(error: ValidationError, model: type[BaseModel], path: Path) -> str
         elif item["type"] in ("model_type", "model_attributes_type"):
             text = f"is a section; set its keys, as {key}.KEY=value"
         lines.append(f"  {key or '(top)'}: {text}")
-    return f"{path}:\n" + "\n".join(lines) + "\n"
+    return f"{source}:\n" + "\n".join(lines) + "\n"
 
 
 def _nearest(name: str, model: type[BaseModel]) -> str:

@@ -96,8 +96,10 @@ class MeasuredWorkload(_Section):
     """The durations of a real job's runs, group by group."""
 
     kind: Literal["measured"]
-    groups_s: tuple[tuple[float, ...], ...] = Field(min_length=1)
-    """Durations of the runs of each group, in the order of dispatch; further groups repeat a drawn one."""
+    groups_s: dict[str, tuple[float, ...]] = Field(min_length=1)
+    """Durations of the runs of each group, by its id; further groups repeat a drawn one."""
+    lost_groups: tuple[str, ...] = ()
+    """Ids of groups that were not ready when they were scored."""
     num_tasks: int = Field(default=64, ge=1)
 
 

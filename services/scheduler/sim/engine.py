@@ -18,6 +18,7 @@ from services.common.types import CellKind, CellRole
 from services.scheduler.actions import (
     AbortRuns,
     Action,
+    Decision,
     DropGroup,
     FinishJob,
     MarkBest,
@@ -62,7 +63,8 @@ _Publication = tuple[int, list[tuple[SimCell, int]], int]
 class Simulation:
     """One simulated job. Construct, ``run`` once.
 
-    ``rows_by_task_s`` holds the durations of a CSV workload; ``workload`` replaces the configured one.
+    ``rows_by_task_s`` holds the durations of a CSV workload; ``workload`` replaces the configured one. ``listener``
+    is told of every event with its time and what was decided.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Simulation:
         rows_by_task_s: Sequence[Sequence[float]] = (),
         workload: Workload | None = None,
         is_recorded: bool = False,
+        listener: Callable[[float, Event, list[Decision]], None] | None = None,
     ) -> None:
         self.config = config
+        self._listener = listener
         workload = workload or make_workload(config.workload, config.seed, rows_by_task_s)
         self.state = JobState(make_options(config, workload.num_tasks))
         self.end: FinishJob | None = None
@@ -151,6 +155,8 @@ class Simulation:
         figures = self._figures
         figures.num_events += 1
         decisions = self.state.handle(event, self._agenda.now_s)
+        if self._listener is not None:
+            self._listener(self._agenda.now_s, event, decisions)
         follow = self._followers.get(type(event))
         if follow is not None:
             follow(event)

@@ -149,6 +149,8 @@ class SimRuns:
         reason = ""
         if num_counted < _MIN_COUNTED_RUNS:
             reason = f"{num_counted} valid runs"
+        elif group_id in self._workload.lost_groups:
+            reason = "lost in the real job"
         elif not spec.is_eval and probability > 0 and self._rng("group", group_id).random() < probability:
             reason = "filtered"
         if reason or spec.is_eval:

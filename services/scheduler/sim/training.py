@@ -17,9 +17,10 @@ class _Step:
     """The step in flight."""
 
     number: int
-    started_at_s: float
     unclaimed: deque[MicroStep] = field(default_factory=deque)
     num_claimed: int = 0
+    work_s: float = 0.0
+    """Cell-seconds of all its micro-steps."""
     is_complete: bool = False
     """All its groups came."""
     is_closing: bool = False
@@ -66,9 +67,11 @@ class SimTraining:
     def add(self, action: TrainStep, costs_s: Iterable[float]) -> None:
         """Groups come to the step; ``costs_s`` are cell-seconds, one for each run."""
         if self._step is None:
-            self._step = _Step(action.step, self._agenda.now_s)
+            self._step = _Step(action.step)
         step = self._step
-        step.unclaimed.extend(MicroStep(cost_s) for cost_s in costs_s)
+        for cost_s in costs_s:
+            step.unclaimed.append(MicroStep(cost_s))
+            step.work_s += cost_s
         step.is_complete = action.num_missing == 0
         self._claim()
         self._report(always=True)
@@ -126,4 +129,4 @@ class SimTraining:
         assert step is not None
         if core is not None and core.mode is CellMode.TRAINING:
             core.set_mode(CellMode.WAITING)
-        self._emit(StepTrained(step.number, seconds=self._agenda.now_s - step.started_at_s))
+        self._emit(StepTrained(step.number, seconds=step.work_s))

@@ -26,6 +26,8 @@ class Workload(Protocol):
     """Where durations come from."""
 
     num_tasks: int
+    lost_groups: frozenset[str]
+    """Groups that are not ready when they are scored, whatever the system's probabilities."""
 
     def durations(self, task_index: int, group: str, group_size: int) -> list[float]:
         """Seconds, one for each run of the group. ``group`` is its id, which tells training groups from held-out."""
@@ -39,6 +41,7 @@ class LognormalDurations:
     ) -> None:
         """``parts``: weight and distribution of each kind of tasks."""
         self.num_tasks = num_tasks
+        self.lost_groups: frozenset[str] = frozenset()
         self._weights = [weight for weight, _ in parts]
         self._parts = [part for _, part in parts]
         self._timeout_s = math.inf if timeout_s is None else timeout_s
@@ -68,6 +71,7 @@ class SampledDurations:
     def __init__(self, rows_by_task_s: Sequence[Sequence[float]], num_tasks: int, seed: int) -> None:
         """``num_tasks`` tasks take the rows in turn: with one row all draw from it."""
         self.num_tasks = num_tasks
+        self.lost_groups: frozenset[str] = frozenset()
         self._rows_s = rows_by_task_s
         self._seed = seed
 
@@ -79,17 +83,19 @@ class SampledDurations:
 class MeasuredDurations:
     """The durations of a real job: group by group as they were, then groups drawn from them."""
 
-    def __init__(self, groups_s: Sequence[Sequence[float]], num_tasks: int, seed: int) -> None:
-        self.num_tasks = num_tasks
-        self._groups_s = groups_s
+    def __init__(self, config: MeasuredWorkload, seed: int) -> None:
+        self.num_tasks = config.num_tasks
+        self.lost_groups = frozenset(config.lost_groups)
+        self._groups_s = config.groups_s
         self._seed = seed
 
     def durations(self, task_index: int, group: str, group_size: int) -> list[float]:
-        index = int(group[1:])
         rng = random.Random(f"{self._seed}/durations/{group}/{task_index}")
-        if group[0] == "g" and index < len(self._groups_s) and len(self._groups_s[index]) == group_size:
-            return list(self._groups_s[index])
-        return rng.choices(rng.choice(self._groups_s), k=group_size)
+        row_s = self._groups_s.get(group)
+        if row_s is None:  # held-out groups repeat held-out ones, where there are some
+            alike = [row for key, row in self._groups_s.items() if key[0] == group[0]]
+            row_s = rng.choice(alike or list(self._groups_s.values()))
+        return list(row_s) if len(row_s) == group_size else rng.choices(row_s, k=group_size)
 
 
 def make_workload(config: WorkloadConfig, seed: int, rows_by_task_s: Sequence[Sequence[float]] = ()) -> Workload:
@@ -101,7 +107,7 @@ def make_workload(config: WorkloadConfig, seed: int, rows_by_task_s: Sequence[Se
             parts = [(part.weight, part) for part in config.parts]
             return LognormalDurations(parts, config.timeout_s, config.num_tasks, seed)
         case MeasuredWorkload():
-            return MeasuredDurations(config.groups_s, config.num_tasks, seed)
+            return MeasuredDurations(config, seed)
         case CsvWorkload():
             if not rows_by_task_s:
                 raise ConfigError(f"the durations of {config.path} were not read.", "Use read_durations first.")
