@@ -50,6 +50,13 @@ def make_cell_id(index: int) -> CellId:
     return CellId(f"cell-{index}")
 
 
+def spread_of(run_id: RunId, attempt: int, num_places: int) -> int:
+    """A place for an attempt, always the same one: runs of a group lie on neighbouring places, attempts on others."""
+    group_id = group_of(run_id)
+    index = int(run_id[len(group_id) + len("-r") :])
+    return (zlib.crc32(group_id.encode()) + index + attempt) % num_places
+
+
 def shard_of(run_id: RunId, num_shards: int) -> int:
     """The trajectory shard of a run: a stable hash of its group (the unit of advantage)."""
     return zlib.crc32(group_of(run_id).encode()) % num_shards

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,11 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from services.common.errors import EngineError, MachineError, TidegateError
-from services.common.ids import CellId, JobId, RunId, make_cell_id, shard_of
+from services.common.ids import CellId, JobId, RunId, make_cell_id, shard_of, spread_of
 from services.common.metrics import metric
 from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, route_prefix, runner_actor, shard_actor
 from services.common.remote import one_line
-from services.common.types import CellKind, CellRole
+from services.common.types import CellKind, CellRole, CellState
 from services.job.commit import Commit, write_commit
 from services.job.config import JobConfig, public_config
 from services.job.recorder import Recorder
@@ -44,6 +46,7 @@ from services.scheduler.events import (
     CellDrained,
     CellJoined,
     CellLost,
+    CellReported,
     CellServing,
     CellStale,
     CellUpdating,
@@ -56,14 +59,17 @@ from services.scheduler.events import (
     StepTrained,
     TrainingFailed,
 )
+from services.scheduler.performer import Recovered
 from services.scheduler.types import ReadyGroup
 from services.trainer.commands import MarkBest as MarkOnRanks
 from services.trainer.commands import Publish
 from services.trainer.commands import SaveCheckpoint as SaveOnRanks
-from services.trainer.commands import TrainStep as TrainOnRanks
-from services.trainer.types import StepReport, WeightManifest
+from services.trainer.team import Listener, Portion, TrainingTeam
+from services.trainer.types import WeightManifest
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import GroupResult, GroupSpec
+
+logger = logging.getLogger(__name__)
 
 Emit = Callable[[Event], None]
 
@@ -109,12 +115,21 @@ class ClusterPerformer:
         self._runners = [self._find_actor(runner_actor(job_id, index)) for index in range(surroundings.num_runners)]
         self._mailbox = self._find_actor(mailbox_actor(job_id, make_cell_id(0)))
         self._clients: dict[str, CellClient] = {}
+        cells = [make_cell_id(index) for index in range(self._config.rollout.cells.num_cells)]
+        self._looked_at = {cell_id: asyncio.Event() for cell_id in cells}
+        """Set once it is known whether a cell is up."""
+        self._is_recovered = False
+        self._known_cells: set[str] = set()
+        """Cells that were up when the scheduler's process died, until they were looked at."""
+        self._num_updates: Counter[str] = Counter()
+        """Weight updates that were begun or have ended: what a cell says of itself in between is old."""
         self._specs: dict[str, GroupSpec] = {group.spec.group_id: group.spec for group in surroundings.ready}
         self._manifest: WeightManifest | None = None
         self._recorder = Recorder(self._folder, job_id, self._config.output.wandb_project, public_config(self._config))
-        self._num_runs = 0
         self._aborted: set[tuple[str, int]] = set()
         """Attempts that were aborted while they were on their way to a runner."""
+        self._lost_attempts: set[tuple[str, int]] = set()
+        """Attempts whose runner died while there was no scheduler."""
         self._on_their_way: set[tuple[str, int]] = set()
 
     async def perform(self, action: Action, emit: Emit) -> None:
@@ -154,6 +169,24 @@ class ClusterPerformer:
         cells = [make_cell_id(index) for index in range(self._config.rollout.cells.num_cells)]
         await asyncio.gather(*(self._attend_cell(cell_id, emit) for cell_id in cells))
 
+    async def recover(self, recovered: Recovered) -> None:
+        """Take up a job whose scheduler died: what a performer remembers, and an end to runs that are nobody's."""
+        self._specs = {spec.group_id: spec for spec in recovered.groups}
+        self._is_recovered, self._known_cells = True, set(recovered.cells)
+        for result in recovered.scored:
+            self._recorder.group_scored(result)
+        attempts = list(recovered.attempts)
+        held = await asyncio.gather(*(self._keep_only(runner, attempts) for runner in self._runners))
+        self._lost_attempts = set(recovered.started).difference(*held)
+
+    async def _keep_only(self, runner: Any, attempts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        try:
+            async with asyncio.timeout(_POLL_TIMEOUT_S):
+                held: list[tuple[str, int]] = await runner.keep_only.remote(attempts)
+                return held
+        except (RayError, TimeoutError):  # it is being restarted: nothing runs there
+            return []
+
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     def _shard(self, group_id: str) -> Any:
@@ -171,19 +204,28 @@ class ClusterPerformer:
             key = await _of_shard(shard.open_attempt.remote(*attempt))
         finally:
             self._on_their_way.discard(attempt)
-        emit(RunStarted(*attempt))
+        if not key:  # it ended and was recorded; the scheduler died before it knew
+            emit(RunStarted(*attempt))
+            recorded: RunResult = await _of_shard(shard.attempt_result.remote(*attempt))
+            emit(RunEnded(*attempt, recorded.outcome, recorded.reward, recorded.detail))
+            return
         if attempt in self._aborted:
             self._aborted.discard(attempt)
+            emit(RunStarted(*attempt))
             result, lost_runner = _lost(action, Outcome.CANCELLED, "aborted before its harness was started", 0.0), None
+        elif attempt in self._lost_attempts:
+            self._lost_attempts.discard(attempt)
+            result, lost_runner = _lost(action, Outcome.RUNNER_LOSS, "its runner died with the scheduler", 0.0), None
         else:
-            result, lost_runner = await self._run_on_a_runner(action, key)
+            result, lost_runner = await self._run_on_a_runner(action, key, emit)
         await _of_shard(shard.close_attempt.remote(*attempt))
         outcome: Outcome = await _of_shard(shard.finish_run.remote(result))
+        self._runner_of(*attempt).forget.remote([attempt])
         if lost_runner is not None:
             await _comes_back(lost_runner)  # its slot is not free before; further attempts would meet the same end
         emit(RunEnded(*attempt, outcome, result.reward, result.detail))
 
-    async def _run_on_a_runner(self, action: StartRun, key: str) -> tuple[RunResult, Any]:
+    async def _run_on_a_runner(self, action: StartRun, key: str, emit: Emit) -> tuple[RunResult, Any]:
         """How the attempt ended, and the runner if it died meanwhile."""
         tasks = self._at.heldout_tasks if action.is_eval else self._at.train_tasks
         public_url = self._config.proxy.public_url or self._at.ingress_url
@@ -196,14 +238,15 @@ class ClusterPerformer:
             model_name=self._config.name,
             run_dir=str(self._folder / "attempts" / f"{action.run_id}-a{action.attempt}"),
         )
-        self._num_runs += 1
-        runner = self._runners[self._num_runs % len(self._runners)]
+        runner = self._runner_of(action.run_id, action.attempt)
         started = time.monotonic()
         timeout_s = spec.task.agent_timeout_s + 2 * spec.task.verifier_timeout_s + _RUN_MARGIN_S
         lost_runner = None
         try:
             async with asyncio.timeout(timeout_s):
-                return await runner.run.remote(spec), None
+                running = runner.run.remote(spec)
+                emit(RunStarted(action.run_id, action.attempt))  # not before it is on its way to the runner
+                return await running, None
         except RayError as error:
             reason = f"the runner died: {one_line(error)}"
             lost_runner = runner if isinstance(error, RayActorError) else None
@@ -212,11 +255,15 @@ class ClusterPerformer:
             runner.cancel.remote([(action.run_id, action.attempt)])
         return _lost(action, Outcome.RUNNER_LOSS, reason, time.monotonic() - started), lost_runner
 
+    def _runner_of(self, run_id: str, attempt: int) -> Any:
+        """The runner of an attempt, always the same one: who asks again finds it there."""
+        return self._runners[spread_of(RunId(run_id), attempt, len(self._runners))]
+
     async def _score(self, group_id: str, emit: Emit) -> None:
         result: GroupResult = await _of_shard(self._shard(group_id).finish_group.remote(group_id))
         is_eval = self._specs[group_id].is_eval
         if is_eval or not result.ready:
-            del self._specs[group_id]
+            self._specs.pop(group_id, None)
         if not is_eval:
             self._recorder.group_scored(result)
         emit(GroupScored(result))
@@ -225,7 +272,7 @@ class ClusterPerformer:
 
     async def _attend_cell(self, cell_id: CellId, emit: Emit) -> None:
         actor = self._find_actor(rollout_actor(self._at.job_id, cell_id))
-        joined = False
+        joined = self._is_recovered
         num_failed_starts = 0  # since it was up last
         while True:
             try:
@@ -235,20 +282,48 @@ class ClusterPerformer:
                     await old.close()
                 self._clients[cell_id] = CellClient(address, self._at.grpc_token)
                 joined, num_failed_starts = True, 0
-                emit(CellJoined(cell_id, status.slots, self._kind_of(cell_id)))
-                while True:
-                    await asyncio.sleep(_POLL_S)
-                    async with asyncio.timeout(_POLL_TIMEOUT_S):
-                        await actor.status.remote()
+                emit(self._first_word(cell_id, status))
+                self._looked_at[cell_id].set()
+                await self._poll(cell_id, actor, status.slots, emit)
             except (RayError, TidegateError, TimeoutError) as error:
+                self._known_cells.discard(cell_id)
                 emit(CellLost(cell_id, one_line(error), may_return=joined))
                 if not joined:
+                    self._looked_at[cell_id].set()
                     return  # what never came up stays lost
                 is_dead = isinstance(error, RayActorError) and not await _comes_back(actor)
                 if is_dead or num_failed_starts >= _MAX_FAILED_STARTS:
                     emit(CellLost(cell_id, f"{one_line(error)} (it does not come up again)"))
+                    self._looked_at[cell_id].set()
                     return
                 await asyncio.sleep(_RESTART_PAUSE_S)
+
+    def _first_word(self, cell_id: CellId, status: CellStatus) -> Event:
+        """What a cell that is up now means to the core: one that was up before only reports itself."""
+        was_up = cell_id in self._known_cells
+        self._known_cells.discard(cell_id)
+        if was_up and status.version >= 0:
+            return _report(status)
+        return CellJoined(cell_id, status.slots, self._kind_of(cell_id))
+
+    async def _poll(self, cell_id: CellId, actor: Any, slots: int, emit: Emit) -> None:
+        """Look at a cell until it fails; tell when its slots have changed."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            num_updates = self._num_updates[cell_id]
+            async with asyncio.timeout(_POLL_TIMEOUT_S):
+                status: CellStatus = await actor.status.remote()
+            is_settled = num_updates % 2 == 0 and num_updates == self._num_updates[cell_id]
+            if status.slots != slots and is_settled and status.version >= 0:
+                slots = status.slots
+                emit(_report(status))
+
+    async def _client(self, cell_id: str) -> CellClient:
+        """Raises ``EngineError`` for a cell that never came up."""
+        await self._looked_at[CellId(cell_id)].wait()
+        if cell_id not in self._clients:
+            raise EngineError(f"{cell_id} is not up.", "See its log for the reason.")
+        return self._clients[cell_id]
 
     def _kind_of(self, cell_id: CellId) -> CellKind:
         return CellKind.CORE if cell_id == make_cell_id(0) else CellKind.SATELLITE
@@ -267,7 +342,7 @@ class ClusterPerformer:
             ) from None
 
     async def _switch(self, action: SwitchCell, emit: Emit) -> None:
-        client = self._clients[action.cell_id]
+        client = await self._client(action.cell_id)
         if action.role is CellRole.TRAIN:
             _, num_aborted = await client.drain(action.timeout_s)
             emit(CellDrained(action.cell_id, num_aborted))
@@ -284,7 +359,7 @@ class ClusterPerformer:
             emit(CellUpdating(cell_id, action.version))
             try:
                 timeout_s = self._config.rollout.cells.update_timeout_s + _PUBLISH_MARGIN_S
-                result = await self._clients[cell_id].publish(manifest, timeout_s)
+                result = await self._update(cell_id, manifest, timeout_s)
             except TidegateError as error:
                 emit(CellStale(cell_id, str(error)))
                 continue
@@ -293,6 +368,14 @@ class ClusterPerformer:
                 self._manifest = None  # the publisher may have been restarted: the next try asks it again
             emit(CellServing(cell_id, action.version) if result.ok else CellStale(cell_id, result.reason))
         emit(PublicationEnded(action.version))
+
+    async def _update(self, cell_id: str, manifest: WeightManifest, timeout_s: float) -> UpdateResult:
+        client = await self._client(cell_id)
+        self._num_updates[cell_id] += 1
+        try:
+            return await client.publish(manifest, timeout_s)
+        finally:
+            self._num_updates[cell_id] += 1
 
     def _note_update(self, version: int, result: UpdateResult) -> None:
         self._recorder.weights_updated(
@@ -337,6 +420,11 @@ class ClusterPerformer:
         checkpoint = await self._mailbox.submit.remote(command)
         write_commit(self._folder, Commit(Path(checkpoint).name, action.resume))
         emit(CheckpointSaved(action.step))
+
+
+def _report(status: CellStatus) -> CellReported:
+    serves = status.state is CellState.SERVING
+    return CellReported(status.cell_id, status.slots, status.version if serves else -1)
 
 
 def _actor(name: str) -> Any:

@@ -323,13 +323,15 @@ class RolloutCell:
 
         Verified means: every tensor arrived with the checksum it was sent with, the engine's own tensors read back
         equal to them, and the engine gives the canary the trainer's log-probabilities. A cell whose weights fail is
-        STALE; it takes the next publication as any other.
+        STALE; it takes the next publication as any other. A version that it serves already is answered at once.
         """
         async with self._publishing:
             self._check_alive()
             if manifest.version < self._standing.version:
                 reason = f"version {manifest.version} is older than {self._standing.version}, which it has"
                 return self._result(manifest, started_s=time.monotonic(), reason=reason)
+            if manifest.version == self._standing.version and self._standing.may_generate:
+                return self._result(manifest, started_s=time.monotonic())  # whoever asks has not heard of it
             return await self._publish(manifest)
 
     async def _publish(self, manifest: WeightManifest) -> UpdateResult:
@@ -386,7 +388,7 @@ class RolloutCell:
         self,
         manifest: WeightManifest,
         started_s: float,
-        reason: str,
+        reason: str = "",
         workers: Sequence[WorkerUpdate] = (),
         canary: _Canary | None = None,
     ) -> UpdateResult:

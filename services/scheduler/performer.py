@@ -20,7 +20,9 @@ class Recovered:
     scored: tuple[GroupResult, ...]
     """Training groups that were scored since the step trained last."""
     attempts: tuple[tuple[str, int], ...]
-    """(run id, attempt) of all that are under way. Others that still run are nobody's any more."""
+    """(run id, attempt) of all that were not over. Others that still run are nobody's any more."""
+    started: tuple[tuple[str, int], ...]
+    """Those of them that were under way (``RunStarted``): a runner has them, or died too."""
     cells: tuple[str, ...]
     """Cells that were up."""
 

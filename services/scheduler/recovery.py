@@ -14,6 +14,7 @@ from services.common.errors import ConfigError, InvariantError
 from services.scheduler.actions import Action, Decision, OpenGroup
 from services.scheduler.codec import decode, encode
 from services.scheduler.events import GroupScored, StepTrained
+from services.scheduler.groups import RunStatus
 from services.scheduler.performer import Recovered
 from services.scheduler.state import JobState
 from services.scheduler.types import LoggedEvent
@@ -127,6 +128,12 @@ class Replay:
             groups=tuple(group.spec for group in state.book.live()),
             scored=tuple(self._scored),
             attempts=state.active_attempts(),
+            started=tuple(
+                (run.run_id, run.attempt)
+                for group in state.book.live()
+                for run in group.runs.values()
+                if run.status is RunStatus.RUNNING
+            ),
             cells=tuple(cell.cell_id for cell in state.cells if cell.is_live),
         )
 

@@ -76,18 +76,21 @@ class TrajectoryShard:
         *,
         drop_equal_rewards: bool = True,
         eval_sampling: Sampling | None = None,
+        key_secret: str = "",
         renderer: Renderer | None = None,
     ) -> None:
         """Open the store and take up what it holds of unfinished and untrained groups.
 
         ``as_ref`` turns a prompt into what a ticket carries (None: the array itself). ``eval_sampling`` holds for
-        held-out groups (None: ``sampling``). ``renderer`` replaces that of ``model_path``.
+        held-out groups (None: ``sampling``). The keys of attempts are made of ``key_secret``, so that a shard that is
+        made again gives the same ones (empty: a random one). ``renderer`` replaces that of ``model_path``.
         """
         self._job_id = JobId(job_id)
         self._config = config
         self._sampling = sampling
         self._eval_sampling = eval_sampling or sampling
         self._max_model_len = max_model_len
+        self._key_secret = (key_secret or secrets.token_hex(32)).encode()
         self._as_ref = as_ref
         self._drop_equal_rewards = drop_equal_rewards
         self._renderer = renderer or load_renderer(model_path)
@@ -119,22 +122,34 @@ class TrajectoryShard:
     async def open_attempt(self, run_id: str, attempt: int) -> str:
         """Start an attempt of a run; the key that its calls must carry until ``close_attempt``.
 
-        Opening an unfinished attempt again gives it a new key and keeps its calls.
+        Opening an unfinished attempt again changes nothing: its harness goes on under the same key. The key of an
+        attempt whose result is recorded is empty (see ``attempt_result``).
         """
         run = self._live_run(run_id)
-        key = f"{run_id}.{secrets.token_hex(16)}"
+        key = f"{run_id}.{self._secret_of(run_id, attempt)}"
         async with run.lock:
             log = run.log
             if log is None or log.attempt < attempt:
                 log = AttemptLog(run_id, attempt, None)
-            elif log.attempt > attempt or run.result is not None:
+            elif log.attempt > attempt:
                 raise InvariantError(f"attempt {attempt} of run {run_id} is over", f"the newest is {log.attempt}")
+            elif run.result is not None:
+                return ""
+            elif log.key_hash == _hash(key):
+                return key
             await self._in_writer(self._store.open_attempt, run_id, attempt, _hash(key))
             if run.log is not None and run.log is not log:
                 run.log.close()
             log.key_hash = _hash(key)
             run.log, run.result = log, None
         return key
+
+    async def attempt_result(self, run_id: str, attempt: int) -> RunResult:
+        """How an attempt ended, as it is recorded. ``NotFoundError`` while it is not."""
+        run = self._find_run(run_id)
+        if run is None or run.result is None or run.result.attempt != attempt:
+            raise NotFoundError(f"attempt {attempt} of run {run_id} has no result here.", "It goes on, or is gone.")
+        return run.result
 
     async def close_attempt(self, run_id: str, attempt: int) -> None:
         """Make the attempt's key invalid; calls in flight come too late. Closing twice changes nothing."""
@@ -189,13 +204,20 @@ class TrajectoryShard:
         return settlement.result
 
     async def micro_steps(self, group_id: str) -> list[Any]:
-        """The micro-steps of a ready group, the same ones each time; as ``as_ref`` makes them."""
-        group = self._groups.get(group_id)
+        """The micro-steps of a ready group, the same ones each time; as ``as_ref`` makes them.
+
+        They are answered again when the group was trained already: whoever asks may not have heard of it.
+        """
+        group = self._groups.get(group_id) or await self._trained_group(group_id)
         if group is None or group.settlement is None or not group.settlement.result.ready:
             raise NotFoundError(f"group {group_id} is not ready to be trained.", "See the answer of finish_group.")
         runs = group.settlement.runs
         steps = await asyncio.to_thread(build_micro_steps, group_id, runs, self._config.micro_step_tokens)
         return [step if self._as_ref is None else self._as_ref(step) for step in steps]
+
+    async def _trained_group(self, group_id: str) -> _Group | None:
+        stored = await self._in_writer(self._store.trained_group, group_id)
+        return None if stored is None else await self._in_writer(self._load, stored)
 
     async def mark_trained(self, group_ids: Sequence[str], step: int) -> None:
         """Note that groups were trained by optimizer step ``step``, and let go of their trees."""
@@ -369,6 +391,9 @@ class TrajectoryShard:
     def _settlement(self, group: _Group, final: list[FinalRun], drop_equal_rewards: bool) -> Settlement:
         seed = self._sampling.seed or 0
         return settle_group(group.spec, final, self._config, drop_equal_rewards=drop_equal_rewards, seed=seed)
+
+    def _secret_of(self, run_id: str, attempt: int) -> str:
+        return hmac.new(self._key_secret, f"{run_id}/{attempt}".encode(), hashlib.sha256).hexdigest()[:32]
 
     def _authorise(self, run_id: str, key: str) -> tuple[_Run, AttemptLog]:
         run = self._find_run(run_id)

@@ -225,6 +225,15 @@ class Store:
         ).fetchall()
         return [self._stored_group(row) for row in rows]
 
+    def trained_group(self, group_id: str) -> StoredGroup | None:
+        """A group that was trained; None if it was not, or is unknown."""
+        row = self._db.execute(
+            "SELECT g.*, result FROM groups g JOIN group_results USING (group_id) JOIN trained_marks USING (group_id)"
+            " WHERE group_id = ?",
+            (group_id,),
+        ).fetchone()
+        return None if row is None else self._stored_group(row)
+
     # -- calls --
 
     def append_call(self, row: CallRow) -> bool:

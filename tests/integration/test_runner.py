@@ -342,7 +342,9 @@ def test_a_workspace_without_a_score_is_kept(attempt: Attempt) -> None:
     assert Path(result.workspace, "answer.txt").read_text() == "hello\n"
 
 
-async def test_a_runner_ends_the_attempt_of_a_caller_that_went_away(task: Task, proxy: Proxy, tmp_path: Path) -> None:
+async def test_an_attempt_goes_on_when_its_caller_went_away_until_it_is_cancelled(
+    task: Task, proxy: Proxy, tmp_path: Path
+) -> None:
     begun = tmp_path / "run" / "workspace" / "begun"
     harness = HarnessConfig(command=("bash", "-c", "touch begun; exec sleep 600"), env={"RUN": str(tmp_path)})
     runner = Runner(harness, SANDBOX, keep_workspaces=True)
@@ -350,7 +352,12 @@ async def test_a_runner_ends_the_attempt_of_a_caller_that_went_away(task: Task, 
     running = asyncio.create_task(runner.run(spec))
     await until(begun.exists)
     running.cancel()
-    await until(lambda: not pids_with_mark("RUN", str(tmp_path)))
+    await asyncio.wait([running])
+    again = asyncio.create_task(runner.run(spec))
+    assert pids_with_mark("RUN", str(tmp_path))
+    await runner.cancel([("g000001-r0", 0)])
+    assert (await again).outcome is Outcome.CANCELLED
+    assert not pids_with_mark("RUN", str(tmp_path))
 
 
 def test_a_second_attempt_starts_from_a_clean_workspace(attempt: Attempt) -> None:

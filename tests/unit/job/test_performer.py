@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,31 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from services.common.errors import EngineError, MachineError
 from services.common.ids import JobId
-from services.common.types import CellKind, CellState
+from services.common.types import CellKind, CellRole, CellState
 from services.job import performer as performer_module
 from services.job.commit import Commit, read_commit, with_best
 from services.job.config import JobConfig, TasksConfig
 from services.job.performer import ClusterPerformer, Surroundings
 from services.rollout.types import CellStatus, RunResult, Task
-from services.scheduler.actions import AbortRuns, MarkBest, OpenGroup, SaveCheckpoint, ScoreGroup, StartRun
+from services.scheduler.actions import AbortRuns, MarkBest, OpenGroup, SaveCheckpoint, ScoreGroup, StartRun, SwitchCell
 from services.scheduler.events import (
     BestMarked,
     CellJoined,
     CellLost,
+    CellReported,
     CheckpointSaved,
     Event,
     GroupScored,
     RunEnded,
     RunStarted,
 )
+from services.scheduler.performer import Recovered
 from services.scheduler.types import ResumeState
 from services.trainer import commands
 from services.trainer.checkpoint import EXPORT, Best, mark_best
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import GroupResult, GroupSpec
+from tests.waiting import until
 
 SPEC = GroupSpec("g000000", "t", ("g000000-r0", "g000000-r1"), 0)
 START = StartRun("g000000-r0", 0, "g000000", 0, "cell-0")
@@ -81,12 +85,30 @@ class World:
             open_attempt=Method("g000000-r0.key"),
             close_attempt=Method(None),
             finish_run=Method(Outcome.FINISHED),
+            attempt_result=Method(FINISHED),
         )
-        self.runner = Actor(run=Method(FINISHED), cancel=Method(None), __ray_ready__=Method(True))
+        self.runner = Actor(
+            run=Method(FINISHED),
+            cancel=Method(None),
+            forget=Method(None),
+            keep_only=Method([]),
+            __ray_ready__=Method(True),
+        )
         self.cell = Actor(start=Method("127.0.0.1:1"), status=Method(None), __ray_ready__=Method(True))
         self.mailbox = Actor(submit=Method(None))
         self.config = JobConfig(tasks=TasksConfig(train="tasks"))
         self.folder = folder
+        self.num_runners = 1
+        self.more_runners = [Actor(run=Method(FINISHED), forget=Method(None)) for _ in range(2)]
+
+    @property
+    def runners(self) -> list[Actor]:
+        return [self.runner, *self.more_runners]
+
+    def limit_cells(self, num_cells: int) -> None:
+        cells = self.config.rollout.cells.model_copy(update={"num_cells": num_cells})
+        rollout = self.config.rollout.model_copy(update={"cells": cells})
+        self.config = self.config.model_copy(update={"rollout": rollout})
 
     def performer(self) -> ClusterPerformer:
         surroundings = Surroundings(
@@ -97,12 +119,13 @@ class World:
             grpc_token="t",
             train_tasks=(Task("t", "/t", "do it", 10, 10, 1 << 30),),
             heldout_tasks=(),
-            num_runners=1,
+            num_runners=self.num_runners,
         )
         return ClusterPerformer(surroundings, self.find)
 
     def find(self, name: str) -> Any:
-        kinds = {"shard-0": self.shard, "runner-0": self.runner, "rollout": self.cell, "train": self.mailbox}
+        kinds = {"shard-0": self.shard, "rollout": self.cell, "train": self.mailbox}
+        kinds |= {f"runner-{index}": runner for index, runner in enumerate(self.runners)}
         return kinds[name.rpartition("/")[2]]
 
 
@@ -216,6 +239,134 @@ async def test_only_groups_that_may_be_trained_are_remembered(world: World) -> N
         await performer.perform(ScoreGroup("g000000"), world.events.append)
         assert isinstance(world.events[-1], GroupScored)
         assert ("g000000" in performer._specs) is ready
+
+
+async def test_an_attempt_always_goes_to_the_same_runner(world: World) -> None:
+    world.num_runners = 3
+    seen = []
+    for _ in range(2):  # a performer that was made anew
+        performer = world.performer()
+        for run in range(6):
+            await performer.perform(StartRun(f"g000000-r{run}", 0, "g000000", 0, "cell-0"), world.events.append)
+        seen.append([[spec.run_id for (spec,) in runner.run.calls] for runner in world.runners])
+        for runner in world.runners:
+            runner.run.calls.clear()
+    assert seen[0] == seen[1]
+    assert [len(runs) for runs in seen[0]] == [2, 2, 2]
+
+
+async def test_a_run_that_ended_while_there_was_no_scheduler_is_told_from_the_record(world: World) -> None:
+    world.shard.open_attempt = Method("")
+    await world.performer().perform(START, world.events.append)
+    assert world.events == [RunStarted("g000000-r0", 0), RunEnded("g000000-r0", 0, Outcome.FINISHED, 1.0)]
+    assert world.runner.run.calls == []
+    assert world.shard.finish_run.calls == []
+
+
+async def test_a_recorded_run_is_forgotten_by_its_runner_and_not_before(world: World) -> None:
+    def check() -> Any:
+        assert world.runner.forget.calls == []
+        return asyncio.sleep(0, Outcome.FINISHED)
+
+    world.shard.finish_run = Method(check)
+    await world.performer().perform(START, world.events.append)
+    assert world.runner.forget.calls == [([("g000000-r0", 0)],)]
+
+
+def recovered(**changes: Any) -> Recovered:
+    fields = {"groups": (SPEC,), "scored": (), "attempts": (), "started": (), "cells": ("cell-0",)}
+    return Recovered(**{**fields, **changes})
+
+
+async def test_a_run_goes_on_that_its_runner_still_has_and_is_lost_where_the_runner_died_too(world: World) -> None:
+    for held, outcome in ((["g000000-r0"], Outcome.FINISHED), ([], Outcome.RUNNER_LOSS)):
+        world.events.clear()
+        world.runner.run.calls.clear()
+        world.runner.keep_only = Method([(run_id, 0) for run_id in held])
+        world.shard.finish_run = Method(outcome)
+        performer = world.performer()
+        attempts = (("g000000-r0", 0),)
+        await performer.recover(recovered(attempts=attempts, started=attempts))
+        assert world.runner.keep_only.calls == [(list(attempts),)]
+        await performer.perform(START, world.events.append)
+        assert len(world.runner.run.calls) == len(held)
+        assert world.events[-1].outcome is outcome
+        assert world.shard.finish_run.calls[0][0].outcome is outcome
+
+
+async def test_a_run_that_was_about_to_start_is_started_after_a_recovery(world: World) -> None:
+    performer = world.performer()
+    await performer.recover(recovered(attempts=(("g000000-r0", 0),)))
+    await performer.perform(START, world.events.append)
+    assert world.events == [RunStarted("g000000-r0", 0), RunEnded("g000000-r0", 0, Outcome.FINISHED, 1.0)]
+
+
+async def test_a_runner_that_is_restarted_does_not_keep_the_job_from_going_on(world: World) -> None:
+    world.runner.keep_only = Method(unavailable())
+    await world.performer().recover(recovered(attempts=(("g000000-r0", 0),)))
+
+
+async def test_rewards_scored_before_a_recovery_count_in_the_step(world: World) -> None:
+    performer = world.performer()
+    result = GroupResult("g000000", True, "", 2, 2, 1, 1, 0.5, (0.0, 1.0), 0)
+    await performer.recover(recovered(scored=(result,)))
+    assert performer._recorder._rewards == [0.0, 1.0]
+    assert performer._specs == {"g000000": SPEC}
+
+
+async def test_a_cell_that_was_up_reports_itself_and_a_fresh_one_joins(world: World) -> None:
+    world.limit_cells(1)
+    for version, state, event in (
+        (3, CellState.SERVING, CellReported("cell-0", 4, 3)),
+        (3, CellState.STALE, CellReported("cell-0", 4, -1)),
+        (-1, CellState.STALE, CellJoined("cell-0", 4, CellKind.CORE)),
+    ):
+        world.events.clear()
+        world.cell.status = Method(CellStatus("cell-0", state, version, True, 0, 4))
+        performer = world.performer()
+        await performer.recover(recovered())
+        await attended(performer, world, lambda: len(world.events) > 0)
+        assert world.events == [event]
+
+
+async def test_a_cell_that_was_down_when_the_scheduler_died_joins(world: World) -> None:
+    world.limit_cells(1)
+    world.cell.status = Method(CellStatus("cell-0", CellState.SERVING, 3, True, 0, 4))
+    performer = world.performer()
+    await performer.recover(recovered(cells=()))
+    await attended(performer, world, lambda: len(world.events) > 0)
+    assert world.events == [CellJoined("cell-0", 4, CellKind.CORE)]
+
+
+async def test_a_cell_whose_slots_change_reports_them(world: World) -> None:
+    world.limit_cells(1)
+    joined, fewer = (CellStatus("cell-0", CellState.SERVING, 3, True, 0, slots) for slots in (4, 2))
+    world.cell.status = Method(joined, joined, fewer)
+    await attended(world.performer(), world, lambda: len(world.events) > 1)
+    assert world.events == [CellJoined("cell-0", 4, CellKind.CORE), CellReported("cell-0", 2, 3)]
+
+
+async def attended(performer: ClusterPerformer, world: World, condition: Callable[[], bool]) -> None:
+    attending = asyncio.create_task(performer.attend(world.events.append))
+    await until(condition, 10)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    attending.cancel()
+    await asyncio.wait([attending])
+
+
+async def test_an_action_on_a_cell_waits_until_the_cell_was_looked_at(world: World) -> None:
+    world.limit_cells(1)
+    world.cell.start = Method(EngineError("no memory."))
+    performer = world.performer()
+    await performer.recover(recovered())
+    switching = asyncio.create_task(performer.perform(SwitchCell("cell-0", CellRole.TRAIN, 1.0), world.events.append))
+    await asyncio.sleep(0)
+    assert not switching.done()
+    await asyncio.wait_for(performer.attend(world.events.append), 10)
+    with pytest.raises(EngineError, match="not up"):
+        await switching
+    assert [event.may_return for event in world.events] == [True, True, True, False]
 
 
 async def test_a_checkpoint_is_committed_when_the_ranks_have_saved_it(world: World) -> None:

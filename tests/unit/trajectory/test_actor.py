@@ -145,17 +145,71 @@ async def test_a_further_attempt_starts_afresh_and_ends_the_key_of_the_one_befor
     assert (summary.attempt, summary.outcome, summary.num_calls) == (1, None, 0)
 
 
-async def test_an_attempt_that_is_opened_again_keeps_its_calls_under_a_new_key(opened: OpenShard) -> None:
-    shard = opened()
+async def test_an_attempt_that_is_opened_again_goes_on_under_its_key(opened: OpenShard) -> None:
+    """Also where the shard was made again meanwhile: the harness has nothing but its key."""
+    shard = opened(key_secret="of the job")
+    key = await started(shard)
+    ticket = await shard.match_call(RUN, key, ask("a"))
+    assert await shard.open_attempt(RUN, 0) == key
+    await shard.append_call(answer(ticket, "b", request=data_of(ask("a"))))  # it was in flight
+    shard = await reopened(opened, shard, key_secret="of the job")
+    assert await shard.open_attempt(RUN, 0) == key
+    assert (await shard.match_call(RUN, key, ask("a", "b", "c"))).parent_call_id == ticket.call_id
+
+
+async def test_another_secret_gives_other_keys(opened: OpenShard) -> None:
+    shard = opened(key_secret="of the job")
     old = await started(shard)
     first = await call(shard, RUN, old, ask("a"), "b")
+    shard = await reopened(opened, shard, key_secret="of another start")
     new = await shard.open_attempt(RUN, 0)
     with pytest.raises(AccessError):
         await shard.match_call(RUN, old, ask("a"))
     assert (await shard.match_call(RUN, new, ask("a", "b", "c"))).parent_call_id == first.call_id
-    await shard.finish_run(make_result(RUN, 1.0))
+
+
+async def test_an_attempt_whose_result_is_recorded_is_not_opened_again(opened: OpenShard) -> None:
+    shard = opened()
+    await started(shard)
+    with pytest.raises(NotFoundError):
+        await shard.attempt_result(RUN, 0)
+    await shard.close_attempt(RUN, 0)
+    assert await shard.open_attempt(RUN, 0)  # it was closed, but nobody recorded how it ended
+    result = make_result(RUN, 1.0)
+    assert await shard.finish_run(result) is Outcome.FINISHED
+    assert await shard.finish_run(result) is Outcome.FINISHED
+    assert await shard.open_attempt(RUN, 0) == ""
+    assert await shard.attempt_result(RUN, 0) == result
+    with pytest.raises(NotFoundError):
+        await shard.attempt_result(RUN, 1)
+    await shard.open_attempt(RUN, 1)
     with pytest.raises(InvariantError):
         await shard.open_attempt(RUN, 0)
+
+
+async def test_all_that_is_said_of_a_group_may_be_said_twice(opened: OpenShard) -> None:
+    """A scheduler that was killed says again what it does not know to have been heard."""
+    shard = opened()
+    spec = make_spec()
+    for _ in range(2):
+        await shard.open_group(spec)
+    for run_id, reward in zip(spec.run_ids, (0.0, 1.0), strict=True):
+        await run_to_end(shard, run_id, reward)
+        await shard.close_attempt(run_id, 0)
+        await shard.finish_run(make_result(run_id, reward))
+    first = await shard.finish_group(spec.group_id)
+    assert await shard.finish_group(spec.group_id) == first
+    steps = await shard.micro_steps(spec.group_id)
+    for _ in range(2):
+        await shard.mark_trained([spec.group_id], step=1)
+        again = await shard.micro_steps(spec.group_id)
+        assert [step.runs for step in again] == [step.runs for step in steps]
+    assert await shard.finish_group(spec.group_id) == first
+    other = make_spec(1)
+    await shard.open_group(other)
+    for _ in range(2):
+        await shard.drop_group(other.group_id, "too stale")
+    assert {one.outcome for one in await shard.run_summaries(other.group_id)} == {Outcome.CANCELLED}
 
 
 @pytest.mark.parametrize(
@@ -422,8 +476,6 @@ async def test_the_checkpoint_wins_over_the_store_on_recovery(opened: OpenShard)
     after = await shard.micro_steps(ids[1])
     assert [node.token_ids.tolist() for node in after[0].nodes] == [node.token_ids.tolist() for node in before[0].nodes]
     assert after[0].runs == before[0].runs
-    with pytest.raises(NotFoundError):
-        await shard.micro_steps(ids[0])
 
 
 async def test_recovery_settles_complete_groups_and_cancels_incomplete_ones(opened: OpenShard) -> None:
