@@ -16,7 +16,7 @@ from ray import serve
 
 from services.common.errors import MachineError
 from services.common.names import RAY_NAMESPACE
-from services.job.config import JobConfig, RayConfig
+from services.job.config import JobConfig, RayConfig, training_cells
 
 _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # several processes share the cores; each sets its own number after its start
@@ -98,9 +98,10 @@ def check_resources(config: JobConfig, offered: Mapping[str, float]) -> None:
     """Raise ``MachineError`` if a cluster that does not grow lacks what the job's actors ask for: they would wait
     for ever. ``offered``: Ray's resources by name; nothing is known of an empty one."""
     cells, trainer = config.rollout.cells, config.trainer
+    num_ranks = len(training_cells(config)) * trainer.num_workers
     needed = {
-        "CPU": cells.num_cells * cells.cpus_per_cell + trainer.num_workers * trainer.cpus_per_worker,
-        "GPU": cells.num_cells * cells.gpus_per_cell + trainer.num_workers * trainer.gpus_per_worker,
+        "CPU": cells.num_cells * cells.cpus_per_cell + num_ranks * trainer.cpus_per_worker,
+        "GPU": cells.num_cells * cells.gpus_per_cell + num_ranks * trainer.gpus_per_worker,
     }
     for name, number in needed.items():
         if offered and number > offered.get(name, 0) + 1e-6:

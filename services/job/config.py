@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from services.common.config import load_config
 from services.common.errors import ConfigError
-from services.common.ids import is_job_name
+from services.common.ids import CellId, is_job_name, make_cell_id
 from services.proxy.config import ProxyConfig, refuse_public_bind, refuse_weak_token
 from services.rollout.config import RolloutConfig
-from services.scheduler.config import SchedulerConfig
+from services.scheduler.config import AsyncPolicy, SchedulerConfig
 from services.trainer.config import TrainerConfig
 from services.trajectory.config import TrajectoryConfig
 
@@ -108,6 +108,13 @@ class JobConfig(BaseModel):
         return name
 
 
+def training_cells(config: JobConfig) -> list[CellId]:
+    """Cells that have a training side: the core, and the satellites if they are to train."""
+    cells = config.rollout.cells
+    num_cells = cells.num_cells - cells.standalone_cells if config.trainer.satellites else 1
+    return [make_cell_id(index) for index in range(num_cells)]
+
+
 def public_config(config: JobConfig) -> dict[str, Any]:
     """The configuration as it may be stored and sent on: JSON-ready, without its tokens."""
     return config.model_dump(mode="json", exclude={"scheduler": {"grpc_token"}, "proxy": {"admin_token"}})
@@ -137,6 +144,13 @@ def load_job_config(path: Path, overrides: list[str]) -> JobConfig:
     if config.rollout.sampling.temperature == 0:
         raise ConfigError(
             "rollout.sampling.temperature is 0: greedy answers have nothing to learn from.", "Use 0.7 to 1.0."
+        )
+    policy = config.scheduler.policy
+    if isinstance(policy, AsyncPolicy) and policy.train_cells > len(training_cells(config)):
+        raise ConfigError(
+            f"scheduler.policy.train_cells is {policy.train_cells}, and {len(training_cells(config))} of the cells "
+            "can train.",
+            "Set trainer.satellites to true, lower train_cells or rollout.cells.standalone_cells, or raise num_cells.",
         )
     if config.eval.every and not config.tasks.heldout:
         raise ConfigError("eval.every is set, but tasks.heldout is empty.", "Name a folder of held-out tasks.")

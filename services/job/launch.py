@@ -33,7 +33,8 @@ from services.common.names import (
 from services.common.remote import cause_of, one_line
 from services.job.cluster import check_resources, ray_cluster, serve_ingress
 from services.job.commit import with_best
-from services.job.config import public_config
+from services.job.config import public_config, training_cells
+from services.job.link import ANSWER_TIMEOUT_S, START_TIMEOUT_S, SchedulerLink, answer
 from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
 from services.job.process import peak_memory, signals_interrupt
@@ -55,11 +56,10 @@ from services.trajectory.actor import TrajectoryShard
 from services.trajectory.outcome import OUTCOME_TABLE
 from services.trajectory.store import list_runs
 
-_START_TIMEOUT_S = 600.0
-_ANSWER_TIMEOUT_S = 120.0
 _EXIT_CODES = {JobStatus.FINISHED: 0, JobStatus.FAILED: 1, JobStatus.CANCELLED: 130}
 _MAX_CELL_RESTARTS = 3
 _MAX_SHARD_RESTARTS = 3
+_MAX_SCHEDULER_RESTARTS = 10
 
 
 def run_job(plan: Plan, console: Console) -> int:
@@ -103,15 +103,19 @@ class _Job:
         self._console = console
         self._token = plan.config.scheduler.grpc_token or secrets.token_urlsafe(32)
         self._resume = plan.commit.resume if plan.commit else None
+        self._start_id = secrets.token_hex(8)
+        self._key_secret = secrets.token_hex(32)
         self._actors: list[Any] = []
         self._cells: list[Any] = []
+        self._trainings: list[Any] = []
+        """The core's first."""
 
     def run(self, snapshot: dict[str, Any]) -> None:
         """Start everything, follow the job, end everything. ``snapshot`` takes the newest one, whatever happens."""
         with Progress(self._console, self._plan.job_id, self._config.trainer.steps) as progress:
             try:
                 progress.note("starting shards, cells, trainer and proxy")
-                scheduler = self._start()
+                scheduler = self._start(progress)
                 progress.note(f"logs of the actors: {_session_logs()}")
                 self._follow(scheduler, progress, snapshot)
             finally:
@@ -119,30 +123,17 @@ class _Job:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> Any:
+    def _start(self, progress: Progress) -> SchedulerLink:
         plan, config, job_id = self._plan, self._config, self._plan.job_id
         if plan.commit is not None:
             drop_newer(plan.checkpoints, plan.commit.resume.step)
             self._resume = with_best(plan.commit.resume, plan.checkpoints)
         self._start_shards()
         self._start_cells()
-        mailbox_name = mailbox_actor(job_id, make_cell_id(0))
-        self._actor(Mailbox, mailbox_name, config.trainer.step_timeout_s)
-        training = ray.remote(num_cpus=0, max_retries=0)(run_training)
-        spec = TrainingSpec(
-            mailbox_name=mailbox_name,
-            model_path=str(plan.model_path),
-            config=config.trainer,
-            checkpoint_dir=str(plan.checkpoints),
-            engine_dtype=config.rollout.engine.dtype,
-            transfer_protocol=config.trainer.transfer_protocol,
-            host=config.trainer.transfer_host,
-            seed=config.seed,
-        )
-        self._training = training.remote(spec, str(plan.folder / "trainer" / "ray"))
+        self._start_training()
         num_runners = self._start_runners()
-        scheduler = self._start_scheduler(num_runners)
-        address = _answer(scheduler.start.remote(), "the scheduler", _START_TIMEOUT_S)
+        scheduler = SchedulerLink(self._start_scheduler(num_runners), progress.note)
+        address = scheduler.start()
         self._write_access(address)
         settings = ProxySettings(
             job_id=job_id,
@@ -183,6 +174,7 @@ class _Job:
                 as_ref=ray.put,
                 drop_equal_rewards=config.scheduler.on_equal_rewards == "drop",
                 eval_sampling=self._sampling(sampling.eval_temperature),
+                key_secret=self._key_secret,
                 options={"max_restarts": _MAX_SHARD_RESTARTS, "max_task_retries": -1},  # its store holds all it knows
             )
             if self._resume is not None:
@@ -213,6 +205,26 @@ class _Job:
                 },
             )
             self._cells.append(cell)
+
+    def _start_training(self) -> None:
+        """A mailbox and a group of ranks for each cell that trains; a satellite's end is no end of the job."""
+        plan, config = self._plan, self._config
+        for cell_id in training_cells(config):
+            is_core = cell_id == make_cell_id(0)
+            mailbox_name = mailbox_actor(plan.job_id, cell_id)
+            self._actor(Mailbox, mailbox_name, config.trainer.step_timeout_s)
+            spec = TrainingSpec(
+                mailbox_name=mailbox_name,
+                model_path=str(plan.model_path),
+                config=config.trainer,
+                checkpoint_dir=str(plan.checkpoints) if is_core else "",
+                engine_dtype=config.rollout.engine.dtype,
+                transfer_protocol=config.trainer.transfer_protocol,
+                host=config.trainer.transfer_host,
+                seed=config.seed,
+            )
+            training = ray.remote(num_cpus=0, max_retries=0)(run_training)
+            self._trainings.append(training.remote(spec, str(plan.folder / "trainer" / "ray")))
 
     def _start_runners(self) -> int:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -249,9 +261,11 @@ class _Job:
             performer_factory=lambda: ClusterPerformer(surroundings),
             resume=self._resume,
             job_dir=str(plan.folder),
+            start_id=self._start_id,
             grpc_host=config.scheduler.grpc_host,
             grpc_port=config.scheduler.grpc_port,
             grpc_token=self._token,
+            options={"max_restarts": _MAX_SCHEDULER_RESTARTS},  # its journal holds all it knows
         )
 
     def _write_access(self, address: str) -> None:
@@ -263,11 +277,11 @@ class _Job:
 
     # -- follow -------------------------------------------------------------------------------------------------------
 
-    def _follow(self, scheduler: Any, progress: Progress, snapshot: dict[str, Any]) -> None:
+    def _follow(self, scheduler: SchedulerLink, progress: Progress, snapshot: dict[str, Any]) -> None:
         deadline, last_step = None, None
         while True:
             try:
-                snapshot.update(_answer(scheduler.wait_done.remote(1.0), "the scheduler", _ANSWER_TIMEOUT_S))
+                snapshot.update(scheduler.wait_done(1.0))
                 if snapshot["step"] > (last_step["step"] if last_step else 0):
                     last_step = next(
                         line for line in reversed(read_metrics(self._plan.folder)) if line["kind"] == "step"
@@ -283,7 +297,7 @@ class _Job:
                     raise
                 progress.note("cancelling: saving what was trained (once more to stop at once)")
                 deadline = time.monotonic() + self._cancel_timeout_s
-                scheduler.cancel.remote("interrupted by the user")
+                scheduler.cancel("interrupted by the user")
 
     @property
     def _cancel_timeout_s(self) -> float:
@@ -299,16 +313,17 @@ class _Job:
                 total += ray.get(ref).generated_tokens
         return total
 
-    def _notice_dead_training(self, scheduler: Any) -> None:
-        done, _ = ray.wait([self._training], timeout=0)
+    def _notice_dead_training(self, scheduler: SchedulerLink) -> None:
+        core = self._trainings[0]
+        done, _ = ray.wait([core], timeout=0)
         if not done:
             return
         try:
-            ray.get(self._training)
+            ray.get(core)
             reason = "the training ranks ended by themselves"
         except ray.exceptions.RayError as error:
             reason = one_line(error)
-        scheduler.post.remote(TrainingFailed(reason))
+        scheduler.post(TrainingFailed(reason))
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -318,32 +333,22 @@ class _Job:
         for actor in reversed(self._actors):
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
-        if hasattr(self, "_training"):
+        for training in self._trainings:
             with contextlib.suppress(Exception):
-                ray.cancel(self._training, force=True)
-
-
-def _answer(reference: Any, who: str, timeout_s: float) -> Any:
-    """What an actor answers. Raises ``JobError`` if it does not in time, and what it raised."""
-    try:
-        return ray.get(reference, timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError:
-        raise JobError(
-            f"{who} gave no answer within {timeout_s:g} s.", "See its log in Ray's session folder."
-        ) from None
+                ray.cancel(training, force=True)
 
 
 def _recover(shard: Any, index: int, num_shards: int, resume: ResumeState) -> ResumeState:
     """Bring a shard's store to the commit record: what is ready there and here stays, the rest is dispatched anew."""
     name = f"shard {index}"
-    results = _answer(shard.recover.remote(resume.step), name, _START_TIMEOUT_S)
+    results = answer(shard.recover.remote(resume.step), name, START_TIMEOUT_S)
     recovered = {result.group_id for result in results}
     mine = {
         group.spec.group_id for group in resume.ready if shard_of(RunId(group.spec.run_ids[0]), num_shards) == index
     }
     for group_id in recovered - mine:
         reason = "not in the checkpoint from which the job was resumed"
-        _answer(shard.drop_group.remote(group_id, reason), name, _ANSWER_TIMEOUT_S)
+        answer(shard.drop_group.remote(group_id, reason), name, ANSWER_TIMEOUT_S)
     lost = mine - recovered
     return replace(resume, ready=tuple(group for group in resume.ready if group.spec.group_id not in lost))
 

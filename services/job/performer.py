@@ -21,7 +21,7 @@ from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, r
 from services.common.remote import one_line
 from services.common.types import CellKind, CellRole, CellState
 from services.job.commit import Commit, write_commit
-from services.job.config import JobConfig, public_config
+from services.job.config import JobConfig, public_config, training_cells
 from services.job.recorder import Recorder
 from services.rollout.client import CellClient
 from services.rollout.types import CellStatus, RunResult, RunSpec, Task, UpdateResult
@@ -58,6 +58,7 @@ from services.scheduler.events import (
     RunStarted,
     StepTrained,
     TrainingFailed,
+    TrainingProgressed,
 )
 from services.scheduler.performer import Recovered
 from services.scheduler.types import ReadyGroup
@@ -114,6 +115,7 @@ class ClusterPerformer:
         self._shards = [self._find_actor(shard_actor(job_id, index)) for index in range(num_shards)]
         self._runners = [self._find_actor(runner_actor(job_id, index)) for index in range(surroundings.num_runners)]
         self._mailbox = self._find_actor(mailbox_actor(job_id, make_cell_id(0)))
+        self._team = self._make_team()
         self._clients: dict[str, CellClient] = {}
         cells = [make_cell_id(index) for index in range(self._config.rollout.cells.num_cells)]
         self._looked_at = {cell_id: asyncio.Event() for cell_id in cells}
@@ -131,6 +133,8 @@ class ClusterPerformer:
         self._lost_attempts: set[tuple[str, int]] = set()
         """Attempts whose runner died while there was no scheduler."""
         self._on_their_way: set[tuple[str, int]] = set()
+        self._emit: Emit = lambda event: None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def perform(self, action: Action, emit: Emit) -> None:
         """Perform one action; its results are emitted as events."""
@@ -162,10 +166,12 @@ class ClusterPerformer:
                 self._aborted.update(self._on_their_way.intersection(attempts))
                 await asyncio.gather(*(runner.cancel.remote(list(attempts)) for runner in self._runners))
             case FinishJob():
+                await self._team.close()
                 self._recorder.close()
 
     async def attend(self, emit: Emit) -> None:
         """Watch every cell until cancelled: bring it up, notice its death, bring it up again."""
+        self._emit = emit
         cells = [make_cell_id(index) for index in range(self._config.rollout.cells.num_cells)]
         await asyncio.gather(*(self._attend_cell(cell_id, emit) for cell_id in cells))
 
@@ -287,6 +293,7 @@ class ClusterPerformer:
                 await self._poll(cell_id, actor, status.slots, emit)
             except (RayError, TidegateError, TimeoutError) as error:
                 self._known_cells.discard(cell_id)
+                self._team.leave(cell_id)
                 emit(CellLost(cell_id, one_line(error), may_return=joined))
                 if not joined:
                     self._looked_at[cell_id].set()
@@ -303,6 +310,8 @@ class ClusterPerformer:
         was_up = cell_id in self._known_cells
         self._known_cells.discard(cell_id)
         if was_up and status.version >= 0:
+            if not status.admitting and not self._team.why_dead(cell_id):
+                self._team.join(cell_id)  # it was in training, and still is
             return _report(status)
         return CellJoined(cell_id, status.slots, self._kind_of(cell_id))
 
@@ -326,7 +335,9 @@ class ClusterPerformer:
         return self._clients[cell_id]
 
     def _kind_of(self, cell_id: CellId) -> CellKind:
-        return CellKind.CORE if cell_id == make_cell_id(0) else CellKind.SATELLITE
+        if cell_id == self._team.core_id:
+            return CellKind.CORE
+        return CellKind.STANDALONE if self._team.why_dead(cell_id) else CellKind.SATELLITE
 
     async def _start_cell(self, actor: Any) -> tuple[str, CellStatus]:
         """Its gRPC address and first status. Raises ``EngineError`` at a deadline behind the engine's own."""
@@ -344,9 +355,14 @@ class ClusterPerformer:
     async def _switch(self, action: SwitchCell, emit: Emit) -> None:
         client = await self._client(action.cell_id)
         if action.role is CellRole.TRAIN:
+            if reason := await self._team.check(action.cell_id):
+                await self._serve_only(action.cell_id, reason, emit)
+                return
             _, num_aborted = await client.drain(action.timeout_s)
+            self._team.join(action.cell_id)
             emit(CellDrained(action.cell_id, num_aborted))
         else:
+            self._team.leave(action.cell_id)
             await client.admit()
             emit(CellAdmitted(action.cell_id))
 
@@ -394,24 +410,59 @@ class ClusterPerformer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    async def _train(self, action: TrainStep, emit: Emit) -> None:
-        refs = await asyncio.gather(
-            *(_of_shard(self._shard(group_id).micro_steps.remote(group_id)) for group_id in action.group_ids)
+    def _make_team(self) -> TrainingTeam:
+        job_id, trainer = self._at.job_id, self._config.trainer
+        return TrainingTeam(
+            make_cell_id(0),
+            {cell_id: self._find_actor(mailbox_actor(job_id, cell_id)) for cell_id in training_cells(self._config)},
+            lambda group_id: _of_shard(self._shard(group_id).micro_steps.remote(group_id)),
+            num_ranks=trainer.num_workers,
+            timeout_s=trainer.step_timeout_s,
+            lost=self._on_training_side_lost,
         )
-        command = TrainOnRanks(
+
+    def _on_training_side_lost(self, cell_id: str, reason: str) -> None:
+        task = asyncio.ensure_future(self._serve_only(cell_id, reason, self._emit))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve_only(self, cell_id: str, reason: str, emit: Emit) -> None:
+        """A satellite without a training side goes on as a cell that always serves: its rollout side is well."""
+        logger.warning("%s serves rollout only from now on: %s", cell_id, reason)
+        emit(CellLost(cell_id, f"its training side is gone: {reason}", may_return=True))
+        try:
+            client = await self._client(cell_id)
+            await client.admit()
+            status = await client.status()
+        except TidegateError as error:  # whoever attends to the cell sees it too
+            logger.warning("%s cannot serve either: %s", cell_id, error)
+            return
+        emit(CellJoined(cell_id, status.slots, self._kind_of(CellId(cell_id))))
+
+    async def _train(self, action: TrainStep, emit: Emit) -> None:
+        portion = Portion(
             step=action.step,
             version=action.version if action.version == action.step - 1 else -1,
             temperature=self._config.rollout.sampling.temperature,
-            micro_steps=tuple(ref for group in refs for ref in group),
+            group_ids=action.group_ids,
+            is_last=action.num_missing == 0,
+        )
+        listener = Listener(
+            progressed=lambda num_unclaimed: emit(TrainingProgressed(action.step, num_unclaimed)),
+            failed=lambda reason: emit(TrainingFailed(reason)),
         )
         try:
-            report: StepReport = await self._mailbox.submit.remote(command)
+            trained = await self._team.train(portion, listener)
         except (RayError, TidegateError) as error:
             emit(TrainingFailed(one_line(error)))
             return
+        if trained is None:
+            return
         for shard in self._shards:
-            await _of_shard(shard.mark_trained.remote(list(action.group_ids), action.step))
-        staleness = [action.step - 1 - self._specs.pop(group_id).version for group_id in action.group_ids]
+            await _of_shard(shard.mark_trained.remote(list(trained.group_ids), action.step))
+        specs = [self._specs.pop(group_id, None) for group_id in trained.group_ids]
+        staleness = [action.step - 1 - spec.version for spec in specs if spec is not None]
+        report = trained.report
         self._recorder.step_trained(report, version=action.version, staleness_steps=staleness)
         emit(StepTrained(action.step, report.num_tokens, report.num_targets, report.seconds))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _OWN_ARGUMENTS = frozenset(
     {
@@ -64,6 +64,8 @@ class CellsConfig(BaseModel):
 
     num_cells: int = Field(default=2, ge=1)
     """K. Cell 0 is the core."""
+    standalone_cells: int = Field(default=0, ge=0)
+    """The last cells that serve rollout always and have no training side."""
     slots_per_cell: int = Field(default=16, ge=1)
     """Runs that a cell may serve at once (an upper bound; the KV pool may allow fewer)."""
     cpus_per_cell: float = Field(default=0, ge=0)
@@ -77,6 +79,12 @@ class CellsConfig(BaseModel):
     """Address of a cell's gRPC server and of its side of the transfer engine; one for all cells."""
     update_timeout_s: float = Field(default=300, gt=0)
     """A weight update that takes longer has failed and leaves the cell STALE."""
+
+    @model_validator(mode="after")
+    def _the_core_is_not_standalone(self) -> CellsConfig:
+        if self.standalone_cells >= self.num_cells:
+            raise ValueError(f"standalone_cells ({self.standalone_cells}) must be below num_cells ({self.num_cells})")
+        return self
 
 
 class SamplingConfig(BaseModel):

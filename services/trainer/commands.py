@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from services.trainer.types import StepReport
+
 if TYPE_CHECKING:
     from services.trainer.backends.base import BatchResult
 
@@ -201,6 +203,16 @@ class Order:
     """Indices into the command's micro-steps that this rank takes."""
     num_claims: int = 0
     """Micro-steps of the command, over all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepNote:
+    """What a mailbox remembers of a step, for whoever divides its work."""
+
+    group_ids: tuple[str, ...]
+    """Groups that were told so far, in order."""
+    report: StepReport | None
+    """If the step is trained."""
 
 
 @dataclass(frozen=True, slots=True)

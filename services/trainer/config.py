@@ -56,7 +56,7 @@ class OptimizerConfig(BaseModel):
 
 
 class TrainerConfig(BaseModel):
-    """How the core trains."""
+    """How the cells train."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,6 +67,9 @@ class TrainerConfig(BaseModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=4096, ge=16)
     """Most tokens in one forward and backward; a single run may exceed it, it is never cut."""
+    satellites: bool = False
+    """Start a training side for every cell but the standalone ones, so that cells that leave rollout train with the
+    core. Otherwise only the core trains. Each training side holds the weights and a gradient of its own."""
     num_workers: int = Field(default=1, ge=1)
     """Training ranks of a cell."""
     num_threads: int = Field(default=1, ge=1)
@@ -86,6 +89,7 @@ class TrainerConfig(BaseModel):
     transfer_host: str = "127.0.0.1"
     """Address at which rollout cells reach the core for its weights."""
     step_timeout_s: float = Field(default=3600, gt=0)
-    """A step that takes longer has failed."""
+    """A command to a cell's training ranks that takes longer has failed: part of a step that several cells share, a
+    whole step otherwise. A satellite that is late gives its part back; a core that is late ends the job."""
     max_restarts: int = Field(default=2, ge=0)
-    """Restarts of the training ranks after a crash; they go on from the last checkpoint."""
+    """Restarts of a cell's training ranks after a crash; the core's go on from the last checkpoint."""

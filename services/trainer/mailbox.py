@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from services.trainer.commands import Command, MailboxStatus, Order
+from services.trainer.commands import Command, MailboxStatus, Order, StepNote
 from services.trainer.orders import OrderBook
 
 _POLL_S = 1.0
@@ -51,12 +51,12 @@ class Mailbox:
                 await asyncio.wait([answer], timeout=min(remaining_s, _POLL_S))
         return answer.result()
 
-    async def note_groups(self, step: int, group_ids: Sequence[str]) -> list[str]:
-        """Remember that groups belong to a step; all groups of that step so far. Only one step is remembered."""
+    async def note_groups(self, step: int, group_ids: Sequence[str]) -> StepNote:
+        """Remember that groups come to a step; what is known of it. Groups of one step only are remembered."""
         if step != self._noted_step:
             self._noted_step, self._noted = step, {}
         self._noted.update(dict.fromkeys(group_ids))
-        return list(self._noted)
+        return StepNote(tuple(self._noted), self._book.report_of(step))
 
     async def register(self, group: str, rank: int, world_size: int, start_step: int) -> None:
         """A rank of a (new) group is ready, its weights standing at ``start_step``. Older groups are fenced off."""

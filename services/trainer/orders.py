@@ -193,6 +193,10 @@ class OrderBook:
         """Of the command in flight."""
         return None if self._current is None else self._current.deadline_s
 
+    def report_of(self, step: int) -> StepReport | None:
+        """Of a step that is trained, if it is remembered."""
+        return self._reports.get(step)
+
     def status(self) -> MailboxStatus:
         entry = self._current
         return MailboxStatus(

@@ -164,9 +164,7 @@ class WorkQueue:
             case Told():
                 self._tell(event)
             case Joined(cell_id):
-                if cell_id in self._members:
-                    raise InvariantError(f"{cell_id} joined twice.", self._board.history)
-                self._members[cell_id] = _Member()
+                self._members.setdefault(cell_id, _Member())  # of one that joins twice, its reports tell the rest
             case Left(cell_id):
                 if self._remove(cell_id, now_s):
                     grants.append(self._grant(cell_id, Task.DISCARD))
