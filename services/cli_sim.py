@@ -17,7 +17,7 @@ from services.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from services.scheduler.sim.config import SimConfig
-    from services.scheduler.sim.plan import PlanAnswer, PlanQuestion
+    from services.scheduler.sim.plan import PlanAnswer, PlanQuestion, PlanRow
     from services.scheduler.sim.result import SimResult
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -187,8 +187,11 @@ def plan(
 def _print_answer(answer: PlanAnswer, question: PlanQuestion, *, is_assumed: bool) -> None:
     console = _console()
     table = Table("policy", "cells x slots", "phi", "mu", "hours", "staleness", "at most", "training", box=None)
+    shown: dict[tuple[str, float, int], PlanRow] = {}
     best_of_policy: set[str] = set()
-    for row in answer.rows:
+    for row in answer.rows:  # of each policy and (phi, mu): the fastest split
+        shown.setdefault((row.policy, row.carry_over_steps, row.steps_per_burst), row)
+    for row in shown.values():
         name = row.policy if row.train_cells is None else f"{row.policy} ({row.train_cells} train)"
         table.add_row(
             name,
@@ -203,6 +206,11 @@ def _print_answer(answer: PlanAnswer, question: PlanQuestion, *, is_assumed: boo
         )
         best_of_policy.add(row.policy)
     console.print(table)
+    if len(shown) < len(answer.rows):
+        console.print(
+            f"of each policy, phi and mu the fastest number of cells; all {len(answer.rows)} settings: --json",
+            highlight=False,
+        )
     row = answer.recommended
     console.print(
         f"recommended: {row.policy}, {row.num_cells} cells of {row.slots} slots, carry_over_steps="

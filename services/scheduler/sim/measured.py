@@ -60,8 +60,12 @@ class _Log:
     """When an action was decided that has no answer yet, by its kind and what it is about."""
     took_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds between actions of a kind and their answers."""
+    groups_told: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Of each step, the groups that came with each action."""
     work_s: list[float] = field(default_factory=list)
     """Seconds of training of each step, as the trainer told them."""
+    overhead_s: list[float] = field(default_factory=list)
+    """Of each step, what its answer took beyond the training of the groups that came last."""
 
     def take(self, record: LoggedEvent) -> None:
         at_s, said = record.at_s, record.payload
@@ -84,9 +88,7 @@ class _Log:
                 if not result["ready"]:
                     self.lost_groups.append(result["group_id"])
             case "StepTrained":
-                self._answer("train", said["step"], at_s)
-                self.step_end_s.append(at_s)
-                self.work_s.append(said["seconds"])
+                self._take_step(said["step"], said["seconds"], at_s)
             case "PublicationEnded":
                 if self.first_publication_s is None:
                     self.first_publication_s = at_s
@@ -105,7 +107,8 @@ class _Log:
         match action:
             case "ScoreGroup":
                 self.pending["score", said["group_id"]] = at_s
-            case "TrainStep" if said["num_missing"] == 0:
+            case "TrainStep":
+                self.groups_told[said["step"]].append(len(said["group_ids"]))
                 self.pending["train", said["step"]] = at_s
             case "PublishWeights":
                 self.pending["publish", said["version"]] = at_s
@@ -113,6 +116,15 @@ class _Log:
                 self.pending["save", said["step"]] = at_s
             case "SwitchCell":
                 self.pending[f"to_{said['role']}", said["cell_id"]] = at_s
+
+    def _take_step(self, step: int, seconds: float, at_s: float) -> None:
+        self.step_end_s.append(at_s)
+        asked_s = self.pending.pop(("train", step), at_s)
+        told = self.groups_told[step]
+        work_s = seconds or at_s - asked_s
+        self.work_s.append(work_s)
+        if sum(told) > 0:
+            self.overhead_s.append(at_s - asked_s - work_s * told[-1] / sum(told))
 
     def _answer(self, kind: str, about: Any, at_s: float) -> None:
         asked_s = self.pending.pop((kind, about), None)
@@ -197,20 +209,14 @@ def _scheduler_section(options: JobOptions) -> dict[str, Any]:
 
 
 def _system_section(log: _Log, options: JobOptions) -> dict[str, float]:
-    """Costs. Pauses and prefills are in the durations already.
-
-    A step's training is what the trainer said it took, or else the time to its answer; what its answer took beyond
-    that comes once a step.
-    """
-    rollout_s = fmean(log.duration_of_run_s.values()) * options.groups_per_step * options.group_size
-    answer_s = log.typical_s("train")
-    work_s = fmean(log.work_s) if any(log.work_s) else answer_s
+    """Costs. Pauses and prefills are in the durations already."""
+    step_rollout_s = fmean(log.duration_of_run_s.values()) * options.groups_per_step * options.group_size
     return {
         "switch_to_train_s": log.typical_s("to_train"),
         "switch_to_rollout_s": log.typical_s("to_rollout"),
         "publish_s": log.typical_s("publish"),
-        "train_per_rollout": work_s / rollout_s if rollout_s > 0 else 0.0,
-        "optimizer_s": max(0.0, answer_s - work_s),
+        "train_per_rollout": fmean(log.work_s) / step_rollout_s if step_rollout_s > 0 else 0.0,
+        "optimizer_s": max(0.0, median(log.overhead_s or [0.0])),
         "score_s": log.typical_s("score"),
         "checkpoint_s": log.typical_s("save"),
         "checkpoint_every": options.checkpoint_every,
