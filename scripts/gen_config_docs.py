@@ -28,10 +28,13 @@ made from the code by `scripts/gen_config_docs.py`.
 
 
 def field_docs(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring under each field."""
+    """The docstring under each field, inherited ones included."""
+    docs: dict[str, str] = {}
+    for base in model.__bases__:
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            docs |= field_docs(base)
     tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
     body = typing.cast(ast.ClassDef, tree.body[0]).body
-    docs = {}
     for statement, following in itertools.pairwise(body):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
@@ -64,11 +67,12 @@ def section(model: type[BaseModel], prefix: str) -> list[str]:
         if len(inner) == 1:
             below += section(inner[0], f"{prefix}{name}.")
         elif inner:
+            key = str(field.discriminator)
             for choice in inner:
-                kind = choice.model_fields["kind"].default
+                kind = typing.get_args(choice.model_fields[key].annotation)[0]
                 below += section(choice, f"{prefix}{name}.")
                 index = max(i for i, line in enumerate(below) if line.startswith(f"## `{prefix}{name}`"))
-                below[index] = f"## `{prefix}{name}` with `kind: {kind}`"
+                below[index] = f"## `{prefix}{name}` with `{key}: {kind}`"
         else:
             cells = (f"`{name}`", type_text(field.annotation), default_text(field), docs.get(name, ""))
             rows.append("| " + " | ".join(cells) + " |")
