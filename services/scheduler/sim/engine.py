@@ -78,14 +78,14 @@ class Simulation:
     ) -> None:
         self.config = config
         self._listener = listener
-        workload = workload or make_workload(config.workload, config.seed, rows_by_task_s)
-        self.state = JobState(make_options(config, workload.num_tasks))
+        self.workload = workload or make_workload(config.workload, config.seed, rows_by_task_s)
+        self.state = JobState(make_options(config, self.workload.num_tasks))
         self.end: FinishJob | None = None
         self._agenda = Agenda()
         self._answers: deque[Event] = deque()
         """Events of this very moment that the core has not seen yet."""
         emit = self._answers.append
-        self._runs = SimRuns(self.state, self._agenda, workload, config.system, config.seed, emit)
+        self._runs = SimRuns(self.state, self._agenda, self.workload, config.system, config.seed, emit)
         self._training = SimTraining(self._agenda, config.system.optimizer_s, emit)
         self._cells = self._runs.cells = {cell.cell_id: cell for cell in self._make_cells(is_recorded)}
         self._figures = Figures(config, self._agenda, self._cells.values(), is_recorded=is_recorded)
