@@ -63,7 +63,7 @@ def next_to_leave(state: JobState) -> Cell | None:
 
 def why_not_now(state: JobState, cell: Cell) -> str:
     """What a cell has to wait for before it may leave, whatever the water level; empty: nothing."""
-    if any(other.role is CellRole.TO_TRAIN for other in state.cells.switching_order):
+    if any(other.role is CellRole.TO_TRAIN for other in state.cells.live):
         return "another cell is on its way to training, and they go one at a time"
     if state.publication is not None and cell.cell_id in state.publication.cell_ids:
         return f"it takes in version {state.publication.version}"
@@ -156,8 +156,8 @@ def rescue_rollout(state: JobState) -> bool:
     step = state.training_step
     if cell.is_core and ((step is not None and step.is_closed) or state.checkpoint is not None):
         return False
-    if cell.is_core and state.steps_left > 0 and len(state.admissible(state.seats_left)) >= state.num_ready_needed:
-        return False  # it trains first: the step needs nobody else
+    if cell.is_core and state.can_train_now:
+        return False  # it does that first
     state.departures_are_over = not cell.is_core
     level = state.book.water_level
     switch(state, cell, CellRole.ROLLOUT, f"no other cell can serve and w={level} runs are unfinished")
@@ -167,9 +167,11 @@ def rescue_rollout(state: JobState) -> bool:
 def _is_starved(state: JobState) -> bool:
     """Colocation: the pool trains, but the next step lacks groups (some were dropped)."""
     is_training = state.training_step is not None and state.training_step.is_closed
-    if is_training or state.checkpoint is not None or state.wanted_version is not None:
+    if is_training or state.checkpoint is not None:
         return False
-    return state.burst_left > 0 and len(state.admissible(state.seats_left)) < state.num_ready_needed
+    if state.wanted_version is not None:  # held-out runs of the last version still need a cell
+        return True
+    return state.burst_left > 0 and not state.can_train_now
 
 
 def place_core_after_burst(state: JobState, num_missing_runs: int) -> None:

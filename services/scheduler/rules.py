@@ -59,7 +59,8 @@ def _publish(state: JobState) -> bool:
         return False
     has_held_out_pass = state.evaluation is not None or state.new_best is not None
     if state.wanted_version is not None and not has_held_out_pass and not state.cells.in_transition:
-        served = [cell for cell in state.cells.live if _takes_new_weights(state, cell)]
+        undrained = [cell for cell in state.cells.live if not cell.is_draining]
+        served = [cell for cell in undrained if not _only_trains(state, cell)] or undrained
         for cell in served:
             cell.note_update_attempts(1)
         if served:
@@ -77,10 +78,9 @@ def _publish(state: JobState) -> bool:
     return True
 
 
-def _takes_new_weights(state: JobState, cell: Cell) -> bool:
-    """A drained cell gets them when it is undrained, one that only trains when it ever returns to rollout."""
-    only_trains = state.options.policy.mode is PolicyMode.ASYNC and cell.role is CellRole.TRAIN
-    return not cell.is_draining and not only_trains
+def _only_trains(state: JobState, cell: Cell) -> bool:
+    """It gets new weights when it ever returns to rollout. (A drained cell gets them when it is undrained.)"""
+    return state.options.policy.mode is PolicyMode.ASYNC and cell.role is CellRole.TRAIN
 
 
 def _begin_publication(state: JobState, version: int, cells: list[Cell], reason: str) -> None:
@@ -140,16 +140,12 @@ def _train(state: JobState) -> bool:
     step = state.training_step
     if step is not None and step.is_closed:
         return False
-    if state.checkpoint is not None or state.burst_left == 0 or state.wanted_version is not None:
+    if state.checkpoint is not None or len(state.book.ready) < state.num_ready_needed or not state.can_train_now:
         return False
     core = state.cells.core
     if core is not None and core.role not in (CellRole.TRAIN, CellRole.DOWN):
         return False
-    if len(state.book.ready) < state.num_ready_needed:
-        return False
     groups = state.admissible(state.seats_left)
-    if len(groups) < state.num_ready_needed:
-        return False
     state.book.begin_training(groups)
     if step is None:
         step = state.training_step = OpenStep(state.step + 1, state.version, state.next_step_seats)
@@ -219,15 +215,15 @@ def _give_up_when_stuck(state: JobState) -> bool:
     is_training = state.training_step is not None and state.training_step.is_closed
     if state.publication or is_training or state.cells.in_transition or not all_known:
         return False
-    if state.cells.any_can_serve:
-        waits = state.checkpoint or state.new_best or state.book.num_active_runs or state.book.num_scoring
-        if not waits and state.status is JobStatus.RUNNING:
-            raise InvariantError("the job waits for nothing.")
+    can_serve = state.cells.any_can_serve
+    if can_serve and state.status is JobStatus.STARTING:
         return False
-    if state.book.water_level > 0 or state.status is JobStatus.STARTING:
-        state.begin_ending(JobStatus.FAILED, f"no cell can serve: {state.cells.describe()}")
-        return True
-    return False
+    if state.checkpoint or state.new_best or state.book.num_scoring or (can_serve and state.book.num_active_runs):
+        return False
+    if can_serve:
+        raise InvariantError("the job waits for nothing.")
+    state.begin_ending(JobStatus.FAILED, f"no cell can serve: {state.cells.describe()}")
+    return True
 
 
 def _conclude(state: JobState) -> bool:

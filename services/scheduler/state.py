@@ -230,6 +230,13 @@ class JobState:
         """Micro-steps of the step in flight that no cell has claimed."""
         return 0 if self.training_step is None else self.training_step.num_unclaimed
 
+    @property
+    def can_train_now(self) -> bool:
+        """The burst has a step to be filled, and the groups are there with which a core in training goes on."""
+        if self.burst_left == 0 or self.wanted_version is not None:
+            return False
+        return len(self.admissible(self.seats_left)) >= self.num_ready_needed
+
     def admissible(self, num_seats: int) -> list[Group]:
         """Ready groups that may take seats of the step that is being filled, oldest first: at most ``num_seats``.
 
