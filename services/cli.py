@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services import __version__, cli_cells, cli_sim
+from services import __version__, cli_cells, cli_events, cli_sim
 from services.common.errors import NotFoundError, TidegateError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 runs_app = typer.Typer(help="Read the runs of a job, while it goes on and afterwards.", no_args_is_help=True)
 app.add_typer(runs_app, name="runs")
 cli_cells.register(app)
+cli_events.register(app)
 cli_sim.register(app)
 
 console = Console(width=None if sys.stdout.isatty() else 140)
