@@ -15,6 +15,7 @@ from services.scheduler.codec import decode
 from services.scheduler.journal import read_journal
 from services.scheduler.options import JobOptions, PolicyMode
 from services.scheduler.sim.config import SimConfig
+from services.scheduler.sim.progress import RunProgress
 from services.scheduler.types import LoggedEvent
 
 
@@ -53,8 +54,7 @@ class _Log:
     kinds: dict[str, CellKind] = field(default_factory=dict)
     first_publication_s: float | None = None
     step_end_s: list[float] = field(default_factory=list)
-    run_started_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    duration_of_run_s: dict[str, float] = field(default_factory=dict)
+    progress: RunProgress = field(default_factory=RunProgress)
     lost_groups: list[str] = field(default_factory=list)
     pending: dict[tuple[str, Any], float] = field(default_factory=dict)
     """When an action was decided that has no answer yet, by its kind and what it is about."""
@@ -69,6 +69,7 @@ class _Log:
 
     def take(self, record: LoggedEvent) -> None:
         at_s, said = record.at_s, record.payload
+        self.progress.take(record)
         match record.kind:
             case "JobStarted" if self.options is None:
                 self.options = decode(said["options"])
@@ -76,12 +77,6 @@ class _Log:
                 self.slots[said["cell_id"]], self.kinds[said["cell_id"]] = said["slots"], CellKind(said["kind"])
             case "CellReported":
                 self.slots[said["cell_id"]] = said["slots"]
-            case "RunStarted":
-                self.run_started_s[said["run_id"], said["attempt"]] = at_s
-            case "RunEnded":
-                started_s = self.run_started_s.pop((said["run_id"], said["attempt"]), None)
-                if started_s is not None:
-                    self.duration_of_run_s[said["run_id"]] = at_s - started_s
             case "GroupScored":
                 result = said["result"]
                 self._answer("score", result["group_id"], at_s)
@@ -181,7 +176,7 @@ def measure(records: Iterable[LoggedEvent], source: str) -> MeasuredJob:
 def _durations_by_group(log: _Log) -> dict[str, list[float]]:
     """In the order of their runs; runs and groups that never ended are left out."""
     by_group: dict[str, dict[int, float]] = defaultdict(dict)
-    for run_id, seconds in log.duration_of_run_s.items():
+    for run_id, seconds in log.progress.duration_s.items():
         group_id, _, index = run_id.rpartition("-r")
         by_group[group_id][int(index)] = seconds
     return {group_id: [runs[index] for index in sorted(runs)] for group_id, runs in sorted(by_group.items())}
@@ -209,8 +204,8 @@ def _scheduler_section(options: JobOptions) -> dict[str, Any]:
 
 
 def _system_section(log: _Log, options: JobOptions) -> dict[str, float]:
-    """Costs. Pauses and prefills are in the durations already."""
-    step_rollout_s = fmean(log.duration_of_run_s.values()) * options.groups_per_step * options.group_size
+    """Costs. What updates and moves cost the runs is in their durations already."""
+    step_rollout_s = fmean(log.progress.duration_s.values()) * options.groups_per_step * options.group_size
     return {
         "switch_to_train_s": log.typical_s("to_train"),
         "switch_to_rollout_s": log.typical_s("to_rollout"),

@@ -75,7 +75,7 @@ def configs(draw: st.DrawFn) -> SimConfig:
     )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(configs())
 def test_every_simulated_job_ends_with_figures_that_agree(sim_config: SimConfig) -> None:
     result = Simulation(sim_config, is_recorded=True).run()
