@@ -146,7 +146,10 @@ class CellTable:
     a placement costs O(log cells).
     """
 
-    _DERIVED = ("core", "live", "rollout_slots", "switching_order", "in_transition", "any_may_return", "any_can_serve")
+    _DERIVED = (
+        *("core", "live", "rollout_slots", "switching_order", "in_transition", "leaving", "stale", "to_be_returned"),
+        *("any_may_return", "any_can_serve"),
+    )
 
     def __init__(self, job_id: JobId) -> None:
         self._job_id = job_id
@@ -189,6 +192,21 @@ class CellTable:
     @cached_property
     def in_transition(self) -> bool:
         return any(cell.in_transition for cell in self)
+
+    @cached_property
+    def leaving(self) -> tuple[Cell, ...]:
+        """Cells on their way to training."""
+        return tuple(cell for cell in self if cell.role is CellRole.TO_TRAIN)
+
+    @cached_property
+    def stale(self) -> tuple[Cell, ...]:
+        """Cells in rollout that cannot serve without new weights, in the order of publication."""
+        return tuple(cell for cell in self.live if cell.role is CellRole.ROLLOUT and cell.state is CellState.STALE)
+
+    @cached_property
+    def to_be_returned(self) -> tuple[Cell, ...]:
+        """Drained cells in training."""
+        return tuple(cell for cell in self if cell.is_draining and cell.role is CellRole.TRAIN)
 
     @cached_property
     def any_may_return(self) -> bool:

@@ -149,8 +149,8 @@ class GroupBook:
     @property
     def water_level(self) -> int:
         """w: unfinished runs, held-out ones included, for they occupy slots too."""
-        tallies = (self._training, self._evaluation)
-        return sum(tally.dispatched - tally.ended for tally in tallies)
+        training, evaluation = self._training, self._evaluation
+        return training.dispatched - training.ended + evaluation.dispatched - evaluation.ended
 
     @property
     def num_queued(self) -> int:

@@ -42,7 +42,9 @@ def leave_rollout(state: JobState) -> bool:
 def _leave_in_order(state: JobState) -> bool:
     """Elastic: the next cell of the switching order, if Eq. 5 holds and no other is on its way."""
     cell = next_to_leave(state)
-    if cell is None or why_not_now(state, cell):
+    if cell is None or state.book.water_level > state.cells.rollout_slots - cell.rollout_slots:
+        return False  # (the same as Eq. 5 below: most events end here, and a reason costs more than the comparison)
+    if why_not_now(state, cell):
         return False
     leaves, why = may_leave_now(state, cell)
     if leaves:
@@ -63,7 +65,7 @@ def next_to_leave(state: JobState) -> Cell | None:
 
 def why_not_now(state: JobState, cell: Cell) -> str:
     """What a cell has to wait for before it may leave, whatever the water level; empty: nothing."""
-    if any(other.role is CellRole.TO_TRAIN for other in state.cells.live):
+    if state.cells.leaving:
         return "another cell is on its way to training, and they go one at a time"
     if state.publication is not None and cell.cell_id in state.publication.cell_ids:
         return f"it takes in version {state.publication.version}"
@@ -134,7 +136,7 @@ def return_after_burst(state: JobState) -> bool:
 
 def return_drained(state: JobState) -> bool:
     """A satellite that a user drains leaves training; what it has not handed in is trained by others."""
-    cells = [cell for cell in state.cells.live if cell.is_draining and cell.role is CellRole.TRAIN]
+    cells = state.cells.to_be_returned
     for cell in cells:
         switch(state, cell, CellRole.ROLLOUT, f"{cell.cell_id} is drained")
     return bool(cells)

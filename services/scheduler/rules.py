@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from services.common.errors import InvariantError
-from services.common.types import CellRole, CellState
+from services.common.types import CellRole
 from services.scheduler import policy
 from services.scheduler.actions import PublishWeights, StartRun, TrainStep
 from services.scheduler.cells import Cell
@@ -68,8 +68,7 @@ def _publish(state: JobState) -> bool:
             return True
     if state.version < 0:
         return False
-    stale = [cell for cell in state.cells.live if cell.role is CellRole.ROLLOUT and cell.state is CellState.STALE]
-    targets = [cell for cell in stale if cell.is_repairable]
+    targets = [cell for cell in state.cells.stale if cell.is_repairable]
     if not targets:
         return False
     for cell in targets:
