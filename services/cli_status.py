@@ -93,12 +93,16 @@ def cells_table(cells: Iterable[CellView]) -> Table:
 
 def decisions_table(decisions: Iterable[LoggedDecision], num_lines: int) -> Table:
     """The newest decisions with their reasons; neighbours that do the same share a line, with the newest's reason."""
-    table = Table("at", "decision", "of", "why", box=None, padding=(0, 2, 0, 0))
+    table = Table("at", "decision", "about", "why", box=None, padding=(0, 2, 0, 0))
     for alike in fold(decisions)[-num_lines:]:
         newest = alike[-1]
-        more = f" (+{len(alike) - 1})" if len(alike) > 1 else ""
-        table.add_row(_clock(newest.at_s), newest.action, Text(subject_of(newest) + more), Text(newest.reason))
+        table.add_row(_clock(newest.at_s), newest.action, Text(_subject(alike)), Text(newest.reason))
     return table
+
+
+def _subject(alike: list[LoggedDecision]) -> str:
+    more = f" (+{len(alike) - 1})" if len(alike) > 1 else ""
+    return subject_of(alike[-1]) + more
 
 
 def fold(decisions: Iterable[LoggedDecision]) -> list[list[LoggedDecision]]:
@@ -149,7 +153,7 @@ def _plain(value: Any) -> str:
 def follow(find: Callable[[], Access], console: Console, num_lines: int) -> None:
     """Show a job's state and keep it fresh until the job ends or the user has seen enough (Ctrl-C).
 
-    Where there is no terminal: one line a decision. ``find`` is asked again when the scheduler was away.
+    Where there is no terminal: a line a decision, neighbours that do the same in one. ``find`` is asked again when the scheduler was away.
     """
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_Watch(find, console, num_lines).run())
@@ -230,8 +234,10 @@ class _Watch:
 
     def _take(self, decisions: Iterable[LoggedDecision]) -> None:
         self.decisions.extend(decisions)
-        for decision in decisions if self.live is None and self.state is not None else ():
-            line = f"{_clock(decision.at_s)} {decision.action} {subject_of(decision)}: {decision.reason}"
+        if self.live is not None or self.state is None:
+            return
+        for alike in fold(decisions):
+            line = f"{_clock(alike[-1].at_s)} {alike[-1].action} {_subject(alike)}: {alike[-1].reason}"
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _note(self, state: ClusterState) -> None:
