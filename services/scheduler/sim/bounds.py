@@ -53,12 +53,14 @@ def lower_bound(
     num_standalone: int,
     max_outstanding: int,
     has_carry_over: bool,
+    max_concurrent_runs: int | None = None,
 ) -> LowerBound:
     """All bounds of a job that trained these groups.
 
     - ``work``: all runs and all training, with no cell ever idle.
     - ``staleness``: a group is outstanding for at least its slowest run, and at most ``max_outstanding`` (Q) are.
     - ``slowest_group``: one group cannot be faster than its slowest run.
+    - ``runners``: no more runs at once than ``max_concurrent_runs``, where that is limited.
     - ``bursts``: without carry-over (phi = 0) a burst's groups start when the one before has ended.
     """
     bounds = {
@@ -66,6 +68,8 @@ def lower_bound(
         "staleness": sum(slowest_s) / max(1, max_outstanding),
         "slowest_group": max(slowest_s, default=0.0),
     }
+    if max_concurrent_runs is not None:
+        bounds["runners"] = run_s / max_concurrent_runs
     if not has_carry_over:
         slowest_in_burst: dict[int, float] = {}
         for burst, seconds in zip(burst_of_group, slowest_s, strict=True):

@@ -109,6 +109,7 @@ class Figures:
                     (scheduler.carry_over_steps + scheduler.steps_per_burst) * scheduler.groups_per_step - 1e-9
                 ),
                 has_carry_over=scheduler.carry_over_steps > 0,
+                max_concurrent_runs=pool.max_concurrent_runs,
             ),
             groups=tuple(self.trained),
             timeline=self._timeline() if self.is_recorded else None,

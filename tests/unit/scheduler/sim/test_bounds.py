@@ -45,3 +45,8 @@ def test_no_group_is_faster_than_its_slowest_run() -> None:
 def test_without_carry_over_bursts_come_one_after_the_other() -> None:
     found = bound([3600.0, 7200.0, 10800.0, 60.0], [0, 0, 1, 1], has_carry_over=False)
     assert (found.binding, found.hours) == ("bursts", 5.0)
+
+
+def test_runners_bind_where_they_are_few() -> None:
+    found = bound([10.0], [0], run_s=36000.0, slots=[100], max_concurrent_runs=5)
+    assert (found.binding, found.hours) == ("runners", 2.0)
