@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, TrainingError
-from services.trainer.commands import Order, Publish, SaveCheckpoint, Stop, TrainStep
+from services.trainer.commands import (
+    Accumulate,
+    MarkBest,
+    MicroStepRef,
+    Order,
+    Publish,
+    SaveCheckpoint,
+    Stop,
+    SumReport,
+    TrainStep,
+    Update,
+)
 from services.trainer.mailbox import Mailbox
 
 
@@ -164,3 +175,96 @@ async def test_close_fails_what_waits_and_what_comes() -> None:
         await mailbox.submit(step(3))
     rank = await Rank(mailbox, "a").register()
     assert (await rank.next()).command == Stop()
+
+
+async def test_equal_commands_join_whether_in_flight_or_queued() -> None:
+    mailbox = Mailbox(timeout_s=60)
+    answers = [submit(mailbox, command) for command in (step(1), SaveCheckpoint(1, 0), step(1), SaveCheckpoint(1, 0))]
+    await asyncio.sleep(0)
+    rank = await Rank(mailbox, "a").register()
+    await rank.do("report")
+    await rank.do("folder")
+    assert [await answer for answer in answers] == ["report", "folder", "report", "folder"]
+    assert (await mailbox.status()).num_waiting == 0
+
+
+async def test_a_step_that_is_trained_is_answered_with_its_report_whatever_part_is_asked() -> None:
+    mailbox = Mailbox(timeout_s=60)
+    rank = await Rank(mailbox, "a").register()
+    micro_steps = (MicroStepRef("g0/0", "data"),)
+    update = submit(mailbox, Update(1, 7, 0, 1.0, micro_steps))
+    queued = submit(mailbox, Accumulate(1, 8, 0, 1.0, micro_steps))  # it becomes pointless while it waits
+    await asyncio.sleep(0)
+    await rank.do("report")
+    assert [await update, await queued] == ["report", "report"]
+    for command in (step(1), Accumulate(1, 9, 0, 1.0, micro_steps), Update(1, 9, 0, 1.0, micro_steps)):
+        assert await asyncio.wait_for(mailbox.submit(command), 5) == "report"
+    assert (await mailbox.note_groups(1, ["g0"])).report == "report"
+
+
+async def test_checkpoint_mark_and_publication_done_last_are_answered_again() -> None:
+    mailbox = Mailbox(timeout_s=60)
+    rank = await Rank(mailbox, "a").register()
+    commands = (SaveCheckpoint(1, 0, True), MarkBest(1, 0.5), Publish(1))
+    for number, command in enumerate(commands):
+        answer = submit(mailbox, command)
+        await rank.do(number)
+        await answer
+    for number, command in enumerate(commands):
+        assert await asyncio.wait_for(mailbox.submit(command), 5) == number
+    other = submit(mailbox, SaveCheckpoint(1, 1, True))
+    await rank.do("another")
+    assert await other == "another"
+
+
+async def test_a_publication_is_made_again_by_new_ranks() -> None:
+    mailbox = Mailbox(timeout_s=60)
+    rank = await Rank(mailbox, "a").register()
+    answer = submit(mailbox, Publish(0))
+    await rank.do("manifest")
+    await answer
+    rank = await Rank(mailbox, "b").register()
+    answer = submit(mailbox, Publish(0))
+    await rank.do("at another address")
+    assert await answer == "at another address"
+
+
+async def test_parts_of_a_step_that_was_begun_anew_are_not_done() -> None:
+    mailbox = Mailbox(timeout_s=60)
+    rank = await Rank(mailbox, "a").register()
+    refs = [(MicroStepRef(f"g0/{index}", "data"),) for index in range(3)]
+    running, queued = (submit(mailbox, Accumulate(1, 1, 0, 1.0, refs[index])) for index in (0, 1))
+    await asyncio.sleep(0)
+    anew = submit(mailbox, Accumulate(1, 2, 0, 1.0, refs[2]))
+    await rank.do("old sum")
+    await rank.do("new sum")
+    assert [await running, await anew] == ["old sum", "new sum"]
+    with pytest.raises(TrainingError, match="begun anew"):
+        await queued
+
+
+async def test_an_updated_step_is_taken_again_whole() -> None:
+    mailbox = Mailbox(timeout_s=60)
+    rank = await Rank(mailbox, "a").register()
+    answer = submit(mailbox, Update(1, 7, -1, 0.5, (MicroStepRef("g0/0", "a"), MicroStepRef("g0/1", "b"))))
+    await rank.do("report")
+    await answer
+    rank = await Rank(mailbox, "b").register(start_step=0)
+    order = await rank.next()
+    assert isinstance(order.command, TrainStep)
+    assert (order.command.step, order.command.temperature, order.command.micro_steps) == (1, 0.5, ("a", "b"))
+    assert order.claims == (0, 1)
+
+
+async def test_an_update_that_was_refused_is_no_step() -> None:
+    mailbox = Mailbox(timeout_s=60)
+    ranks = [await Rank(mailbox, "a", rank).register(world_size=2) for rank in range(2)]
+    update = Update(1, 7, -1, 0.5, (MicroStepRef("g0/0", "a"), MicroStepRef("g0/1", "b")))
+    answer = submit(mailbox, update)
+    for number, rank in enumerate(ranks):
+        await rank.done(await rank.next(), SumReport(1, 7, frozenset({f"g0/{number}"})))
+    assert await answer == SumReport(1, 7, frozenset({"g0/0", "g0/1"}))  # what all ranks hold
+    again = submit(mailbox, update)
+    for rank in ranks:
+        await rank.done(await rank.next(), "report")
+    assert await again == "report"
