@@ -153,7 +153,8 @@ def _plain(value: Any) -> str:
 def follow(find: Callable[[], Access], console: Console, num_lines: int) -> None:
     """Show a job's state and keep it fresh until the job ends or the user has seen enough (Ctrl-C).
 
-    Where there is no terminal: a line a decision, neighbours that do the same in one. ``find`` is asked again when the scheduler was away.
+    Where there is no terminal: a line a decision, neighbours that do the same in one. ``find`` is asked again when the
+    scheduler was away.
     """
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_Watch(find, console, num_lines).run())
