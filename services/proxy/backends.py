@@ -95,7 +95,7 @@ async def follow_routes(
     watch: Callable[[], AsyncIterator[RouteTable]],
     *,
     retry_s: float = 0.2,
-    max_retry_s: float = 5.0,
+    max_retry_s: float = 2.0,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
     """Keep ``routes`` new for ever. While the scheduler is away the last table holds."""

@@ -2,9 +2,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from services.common.types import RouteTable
 from services.proxy.backends import Routes, follow_routes
+from services.proxy.routing import choose_cell
+from services.scheduler.client import SchedulerClient
+from tests.unit.scheduler.lasting import LastingWorld, Lives, kill
+from tests.unit.scheduler.world import options
+from tests.waiting import until
 
 
 def table(epoch: int) -> RouteTable:
@@ -53,3 +59,39 @@ async def test_routes_are_followed_through_ends_and_errors_with_growing_pauses()
     assert following.cancelled()
     assert routes.table.epoch == 7
     assert pauses == [1.0, 2.0, 3.0, 1.0, 1.0]
+
+
+async def test_routes_come_again_from_a_scheduler_that_was_killed(tmp_path: Path) -> None:
+    """Over gRPC as in a proxy replica: while there is no scheduler the last table holds, also over many tries."""
+    lives = Lives(LastingWorld(options(steps=50, max_staleness_steps=50), 0), tmp_path)
+    scheduler = await lives.begin()
+    [address] = lives.addresses
+    routes, num_tries = Routes(), 0
+
+    async def watch() -> AsyncIterator[RouteTable]:
+        client = SchedulerClient(address, "t")
+        try:
+            async for table in client.watch_routes():
+                yield table
+        finally:
+            await client.close()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        await asyncio.sleep(0.01)
+
+    following = asyncio.create_task(follow_routes(routes, watch, sleep=sleep))
+    await until(lambda: any(cell.version >= 0 for cell in routes.table.cells))
+    await kill(scheduler)
+    await until(lambda: num_tries > 1)
+    before, num_tries = routes.table, 0
+    await until(lambda: num_tries > 20)
+    assert routes.table == before
+    assert choose_cell(routes.table, "g000000-r0").route is not None
+    again = await lives.begin()
+    assert lives.addresses == {address}
+    await until(lambda: routes.table.epoch > before.epoch)
+    following.cancel()
+    await asyncio.wait([following])
+    await kill(again)
