@@ -59,3 +59,10 @@ def test_a_path_is_relative_to_the_configuration(tmp_path: Path) -> None:
     config = load_sim_config(path, [])
     assert isinstance(config.workload, CsvWorkload)
     assert rows_of(config.workload) == [[5.0]]
+
+
+@pytest.mark.parametrize("path", sorted(Path("examples/sim").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_load(path: Path) -> None:
+    config = load_sim_config(path, [])
+    assert config.name == path.stem
+    rows_of(config.workload)
