@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 import time
@@ -26,9 +27,10 @@ from services.trainer.commands import MarkBest, Order, Publish, SaveCheckpoint, 
 from services.trainer.config import OptimizerConfig, TrainerConfig
 from services.trainer.mailbox import Mailbox
 from services.trainer.rank import TrainingRank, TrainingSpec
+from services.trainer.team import Listener, Portion, TrainedStep, TrainingTeam
 from services.trainer.types import StepReport, WeightManifest
 from tests.unit.trainer.forests import make_micro_step
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -65,9 +67,12 @@ def make_config(**settings: Any) -> TrainerConfig:
 class Cell:
     """A mailbox with its training ranks."""
 
-    def __init__(self, name: str, model_path: str, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self, name: str, model_path: str, folder: Path, *, is_satellite: bool = False, **settings: Any
+    ) -> None:
         self.checkpoint_dir = folder / "checkpoints"
-        spec = TrainingSpec(name, model_path, make_config(**settings), str(self.checkpoint_dir))
+        checkpoint_dir = "" if is_satellite else str(self.checkpoint_dir)
+        spec = TrainingSpec(name, model_path, make_config(**settings), checkpoint_dir)
         self.mailbox = ray.remote(Mailbox).options(name=name, namespace=RAY_NAMESPACE, num_cpus=0).remote(120.0)
         self.training = ray.remote(run_training).options(num_cpus=0).remote(spec, str(folder / "ray"))
 
@@ -90,6 +95,14 @@ def train_step(step: int) -> TrainStep:
 
 def seeds_of(step: int) -> list[int]:
     return [10 * step + offset for offset in (1, 2, 3)]
+
+
+@ray.remote(num_cpus=0)
+def held_back(micro_step: Any, gate: str) -> Any:
+    """A micro-step that is there when the file ``gate`` is."""
+    while not Path(gate).exists():
+        time.sleep(0.02)
+    return micro_step
 
 
 def training_ranks() -> list[psutil.Process]:
@@ -176,12 +189,6 @@ def test_killed_rank_is_restarted_and_the_step_is_completed(cluster: None, model
     cell.submit(SaveCheckpoint(2, 2))
     cell.train(3)  # after the checkpoint: must be taken again
 
-    @ray.remote(num_cpus=0)
-    def held_back(micro_step: Any, gate: str) -> Any:
-        while not Path(gate).exists():
-            time.sleep(0.02)
-        return micro_step
-
     gate = tmp_path / "gate"
     command = train_step(4)
     micro_steps = (*command.micro_steps[:2], held_back.remote(command.micro_steps[2], str(gate)))
@@ -211,3 +218,68 @@ def test_two_ranks_equal_one(cluster: None, model_path: str, tmp_path: Path) -> 
     for name, tensor in pull(cell.submit(Publish(2))).items():
         np.testing.assert_allclose(tensor, expected[name], atol=2e-5)
     cell.stop()
+
+
+async def test_a_satellite_shares_steps_and_dies_in_one(cluster: None, model_path: str, tmp_path: Path) -> None:
+    reports, expected = in_this_process(model_path, tmp_path / "alone", 3)
+    core = Cell("team/cell-0", model_path, tmp_path / "core")
+    wait_until(lambda: ray.get(core.mailbox.status.remote()).num_ranks == 1)
+    (core_rank,) = training_ranks()
+    satellite = Cell("team/cell-1", model_path, tmp_path / "satellite", is_satellite=True, max_restarts=0)
+    gates = {name: tmp_path / name for name in ("core-1", "core-2", "satellite-2")}
+
+    def refs_of(step: int) -> list[Any]:
+        first, second, third = (ray.put(make_micro_step(seed)) for seed in seeds_of(step))
+        if step < 3:  # the core, which claims first, is slow
+            first = held_back.remote(first, str(gates[f"core-{step}"]))
+        if step == 2:
+            second = held_back.remote(second, str(gates["satellite-2"]))
+        return [first, second, third]
+
+    async def micro_steps_of(group_id: str) -> list[Any]:
+        return refs_of(int(group_id.removeprefix("g")))
+
+    lost: list[str] = []
+    progress: list[int] = []
+    team = TrainingTeam(
+        "cell-0",
+        {"cell-0": core.mailbox, "cell-1": satellite.mailbox},
+        micro_steps_of,
+        num_ranks=1,
+        timeout_s=120.0,
+        lost=lambda cell_id, reason: lost.append(cell_id),
+    )
+
+    def train(step: int) -> asyncio.Task[TrainedStep | None]:
+        listener = Listener(progress.append, lambda reason: None)
+        return asyncio.create_task(team.train(Portion(step, -1, 0.9, (f"g{step}",), True), listener))
+
+    team.join("cell-1")
+    answer = train(1)
+    await until(lambda: bool(progress) and progress[-1] == 0)
+    gates["core-1"].touch()
+    trained = [await asyncio.wait_for(answer, 120)]
+    assert trained[0] is not None
+    assert trained[0].report.extra["satellite_share"] == pytest.approx(2 / 3)
+
+    progress.clear()
+    answer = train(2)
+    await until(lambda: bool(progress) and progress[-1] == 1)  # the satellite waits for its micro-step
+    for process in training_ranks():
+        if process != core_rank:
+            process.kill()
+    for gate in gates.values():
+        gate.touch()
+    trained.append(await asyncio.wait_for(answer, 120))
+    assert lost == ["cell-1"]
+    trained.append(await asyncio.wait_for(train(3), 120))
+    for one, alone in zip(trained, reports, strict=True):
+        assert one is not None
+        assert one.report.loss == pytest.approx(alone.loss, abs=1e-5)
+        assert one.report.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)
+        assert (one.report.num_runs, one.report.num_targets) == (alone.num_runs, alone.num_targets)
+    for name, tensor in pull(core.submit(Publish(3))).items():
+        np.testing.assert_allclose(tensor, expected[name], atol=2e-5)
+    await team.close()
+    core.stop()
+    ray.kill(satellite.mailbox)
