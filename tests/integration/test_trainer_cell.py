@@ -23,7 +23,21 @@ from services.common.names import RAY_NAMESPACE
 from services.common.transfer import open_transfer_engine
 from services.trainer import checkpoint as checkpoints
 from services.trainer.cell import run_training
-from services.trainer.commands import MarkBest, Order, Publish, SaveCheckpoint, Stop, TrainStep
+from services.trainer.commands import (
+    Absorb,
+    Accumulate,
+    Collect,
+    Load,
+    MarkBest,
+    MicroStepRef,
+    Order,
+    Publish,
+    SaveCheckpoint,
+    Snapshot,
+    Stop,
+    TrainStep,
+    Update,
+)
 from services.trainer.config import OptimizerConfig, TrainerConfig
 from services.trainer.mailbox import Mailbox
 from services.trainer.rank import TrainingRank, TrainingSpec
@@ -208,9 +222,19 @@ def test_killed_rank_is_restarted_and_the_step_is_completed(cluster: None, model
 
 
 def test_two_ranks_equal_one(cluster: None, model_path: str, tmp_path: Path) -> None:
+    """A step taken whole, and one taken in parts that go out of the cell and come back."""
     reports, expected = in_this_process(model_path, tmp_path / "one", 2)
     cell = Cell("two/core", model_path, tmp_path, num_workers=2)
-    for one, two in zip(reports, [cell.train(step) for step in (1, 2)], strict=True):
+    refs = tuple(MicroStepRef(str(seed), ray.put(make_micro_step(seed))) for seed in seeds_of(2))
+    whole = cell.train(1)
+    cell.submit(Load(cell.submit(Snapshot(2))))
+    assert cell.submit(Accumulate(2, 1, -1, 0.9, refs[:2])).keys == {refs[0].key, refs[1].key}
+    refused = cell.submit(Update(2, 1, -1, 0.9, refs))
+    assert refused.keys == {refs[0].key, refs[1].key}  # one is missing: nothing was done
+    given = cell.submit(Collect(2, 1))
+    assert cell.submit(Accumulate(2, 1, -1, 0.9, refs[2:])).keys == {refs[2].key}
+    assert cell.submit(Absorb(2, 1, given)).keys == {ref.key for ref in refs}
+    for one, two in zip(reports, [whole, cell.submit(Update(2, 1, -1, 0.9, refs))], strict=True):
         assert two.loss == pytest.approx(one.loss, abs=1e-5)
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
         assert (two.num_runs, two.num_targets, two.num_tokens) == (one.num_runs, one.num_targets, one.num_tokens)
