@@ -60,6 +60,7 @@ _EXIT_CODES = {JobStatus.FINISHED: 0, JobStatus.FAILED: 1, JobStatus.CANCELLED: 
 _MAX_CELL_RESTARTS = 3
 _MAX_SHARD_RESTARTS = 3
 _MAX_SCHEDULER_RESTARTS = 10
+_MAX_INLINE_BYTES = 50_000  # half of what Ray still sends along with an actor's specification
 
 
 def run_job(plan: Plan, console: Console) -> int:
@@ -105,6 +106,7 @@ class _Job:
         self._resume = plan.commit.resume if plan.commit else None
         self._start_id = secrets.token_hex(8)
         self._key_secret = secrets.token_hex(32)
+        self._arguments: list[Any] = []
         self._actors: list[Any] = []
         self._cells: list[Any] = []
         self._trainings: list[Any] = []
@@ -156,6 +158,14 @@ class _Job:
         handle = ray.remote(kind).options(**settings).remote(*args, **kwargs)
         self._actors.append(handle)
         return handle
+
+    def _held(self, argument: Any) -> Any:
+        """An argument of an actor that may be made again. Ray lets go of a large one after the first time, unless
+        somebody holds a reference to it."""
+        if len(ray.cloudpickle.dumps(argument)) < _MAX_INLINE_BYTES:
+            return argument
+        self._arguments.append(ray.put(argument))
+        return self._arguments[-1]
 
     def _start_shards(self) -> None:
         plan, config = self._plan, self._config
@@ -257,9 +267,9 @@ class _Job:
         return self._actor(
             JobScheduler,
             scheduler_actor(plan.job_id),
-            plan.options,
-            performer_factory=lambda: ClusterPerformer(surroundings),
-            resume=self._resume,
+            self._held(plan.options),
+            performer_factory=self._held(lambda: ClusterPerformer(surroundings)),
+            resume=self._held(self._resume),
             job_dir=str(plan.folder),
             start_id=self._start_id,
             grpc_host=config.scheduler.grpc_host,
