@@ -1,14 +1,14 @@
-"""The commit record: the one file that says where a job stands. It wins over the event log and the store."""
+"""The commit record: the one file that says where a job stands. It wins over the journal and the store."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pydantic
-
 from services.common.errors import ConfigError
 from services.job.report import write_json
+from services.scheduler.codec import decode, encode
 from services.scheduler.types import ResumeState
 from services.trainer.checkpoint import best_of
 
@@ -22,12 +22,9 @@ class Commit:
     resume: ResumeState
 
 
-_ADAPTER = pydantic.TypeAdapter(Commit)
-
-
 def write_commit(folder: Path, commit: Commit) -> None:
     """Make ``commit`` the state that a resumed job starts from. The checkpoint must be complete on disk."""
-    write_json(folder / "commit.json", _ADAPTER.dump_python(commit, mode="json"))
+    write_json(folder / "commit.json", {"checkpoint": commit.checkpoint, "resume": encode(commit.resume)})
 
 
 def read_commit(folder: Path) -> Commit | None:
@@ -36,10 +33,11 @@ def read_commit(folder: Path) -> Commit | None:
     if not path.exists():
         return None
     try:
-        return _ADAPTER.validate_json(path.read_text(encoding="utf-8"))
-    except pydantic.ValidationError as error:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Commit(str(record["checkpoint"]), decode(record["resume"], ResumeState))
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise ConfigError(
-            f"{path} cannot be understood: {error.error_count()} fields are wrong.",
+            f"{path} cannot be understood ({error}).",
             "It was written by another version of Tidegate; start a new job.",
         ) from None
 

@@ -26,10 +26,13 @@ def encode(value: Any) -> Any:
     return value
 
 
-def decode(data: Any) -> Any:
-    """The value that ``encode`` was given. Raises ``ConfigError`` for data that it never made."""
+def decode(data: Any, kind: type[Any] | None = None) -> Any:
+    """The value that ``encode`` was given. Raises ``ConfigError`` for data that it never made.
+
+    ``kind`` is what the data is where it does not say so (older commit records do not).
+    """
     try:
-        return _decode_dataclass(_KINDS[data["type"]], data)
+        return _decode_dataclass(_KINDS[data["type"]] if kind is None else kind, data)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"not a record of the scheduler: {error!r}.", "Was it written by another version?") from error
 
@@ -55,6 +58,8 @@ def _decode_as(hint: Any, value: Any) -> Any:
         return tuple(_decode_as(arg, item) for arg, item in zip(args, value, strict=True))
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return hint(value)
+    if isinstance(value, dict) and hint in _KINDS.values():
+        return _decode_dataclass(hint, value)
     return value
 
 

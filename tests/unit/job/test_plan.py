@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 from pathlib import Path
@@ -27,8 +29,15 @@ def test_a_commit_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["commit.json"]
 
 
-def test_a_commit_of_another_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "commit.json").write_text('{"step": 3')
+def test_a_commit_of_an_older_version_is_understood(tmp_path: Path) -> None:
+    """It has the same fields, but no value says of what type it is."""
+    (tmp_path / "commit.json").write_text(json.dumps(dataclasses.asdict(COMMIT)))
+    assert read_commit(tmp_path) == COMMIT
+
+
+@pytest.mark.parametrize("text", ['{"step": 3', "{}", '{"checkpoint": "a", "resume": {"colour": "red"}}', "[]"])
+def test_a_commit_of_another_version_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "commit.json").write_text(text)
     with pytest.raises(ConfigError, match="cannot be understood"):
         read_commit(tmp_path)
 
