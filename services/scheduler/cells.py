@@ -148,7 +148,7 @@ class CellTable:
 
     _DERIVED = (
         *("core", "live", "rollout_slots", "switching_order", "in_transition", "leaving", "stale", "to_be_returned"),
-        *("any_may_return", "any_can_serve"),
+        *("any_about_to_serve", "any_may_return", "any_can_serve"),
     )
 
     def __init__(self, job_id: JobId) -> None:
@@ -207,6 +207,15 @@ class CellTable:
     def to_be_returned(self) -> tuple[Cell, ...]:
         """Drained cells in training."""
         return tuple(cell for cell in self if cell.is_draining and cell.role is CellRole.TRAIN)
+
+    @cached_property
+    def any_about_to_serve(self) -> bool:
+        """A cell is on its way to rollout, or takes in weights there."""
+        return any(
+            cell.role is CellRole.TO_ROLLOUT or (cell.role is CellRole.ROLLOUT and not cell.is_serving)
+            for cell in self
+            if cell.can_serve
+        )
 
     @cached_property
     def any_may_return(self) -> bool:
@@ -300,7 +309,7 @@ class CellTable:
             self._routes_changed()
 
     def move_runs_off(self, cell: Cell) -> None:
-        """Route the runs of a cell to others, which may overfill them."""
+        """Route the runs of a cell to others (``house_runs``)."""
         for run_id in cell.runs:
             del self._cell_of_run[run_id]
             self._homeless[run_id] = None
@@ -309,10 +318,10 @@ class CellTable:
         self.house_runs()
 
     def house_runs(self) -> None:
-        """Give runs without a cell one, as soon as one serves."""
+        """Give runs without a cell one. A cell is overfilled only if no other is about to serve."""
         for run_id in list(self._homeless):
             best = self._best()
-            if best is None:
+            if best is None or (len(best.runs) >= best.slots and self.any_about_to_serve):
                 return
             del self._homeless[run_id]
             self.place(run_id, best.cell_id)

@@ -81,7 +81,6 @@ def _undrain(state: JobState, request: UndrainRequested) -> None:
     cell.note_update_attempts(0)
     if cell.version != state.version:
         cell.mark_stale(f"was drained, holds version {cell.version}")
-    state.cells.house_runs()
 
 
 # -- switch -----------------------------------------------------------------------------------------------------------
@@ -158,10 +157,10 @@ def _policy_refusal(state: JobState, request: PolicyRequested) -> TidegateError 
         changed = with_policy(state.next_options, request)
     except ConfigError as error:
         return error
-    num_trainable = sum(cell.kind is not CellKind.STANDALONE for cell in state.cells)
-    if changed.policy.mode is PolicyMode.ASYNC and len(state.cells) <= changed.policy.train_cells:
+    num_cells, num_training = len(state.cells), changed.policy.train_cells
+    if changed.policy.mode is PolicyMode.ASYNC and num_cells <= num_training:
         return RefusedError(
-            f"async needs a cell beside its {changed.policy.train_cells} training cells, the job has {num_trainable}.",
+            f"async needs a cell that serves beside the {num_training} that train; the job has {num_cells} in all.",
             "Stay with elastic or colocate.",
         )
     return None

@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 # -- rules --------------------------------------------------------------------------------------------------------
 
 
+def _house_runs(state: JobState) -> bool:
+    """Running runs without a cell get one."""
+    state.cells.house_runs()
+    return False
+
+
 def _mark_best(state: JobState) -> bool:
     """The best held-out reward so far: its checkpoint is marked, once it is complete."""
     best = state.new_best
@@ -239,6 +245,7 @@ def _conclude(state: JobState) -> bool:
 
 
 RULES: tuple[Callable[[JobState], bool], ...] = (
+    _house_runs,
     _mark_best,
     return_after_burst,
     _publish,

@@ -103,7 +103,6 @@ def _on_cell_serving(state: JobState, event: CellServing) -> None:
             state.cells.move_runs_off(cell)
         return
     cell.mark_serving(event.version)
-    state.cells.house_runs()
 
 
 def _on_cell_stale(state: JobState, event: CellStale) -> None:
@@ -142,7 +141,6 @@ def _end_switch(state: JobState, cell_id: str, expected: CellRole, role: CellRol
     cell.move_to(role)
     if role is CellRole.ROLLOUT and cell.state is CellState.SERVING and cell.version != state.version:
         cell.mark_stale(f"returned with version {cell.version}, the newest is {state.version}")
-    state.cells.house_runs()
 
 
 # -- events: runs and groups --------------------------------------------------------------------------------------
