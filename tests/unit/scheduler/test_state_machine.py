@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -210,7 +211,14 @@ class AnyWorld(RuleBasedStateMachine):
             self.world.play(random.Random(1))
 
 
+NUM_EXAMPLES = int(os.environ.get("TIDEGATE_EXAMPLES", "150"))
+"""About 60 events each; ``make test-scheduler`` runs enough for 100,000."""
+
 AnyWorld.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=NUM_EXAMPLES,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 TestAnyWorld = AnyWorld.TestCase
