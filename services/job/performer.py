@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 
-from services.common.errors import EngineError, MachineError, TidegateError
+from services.common.errors import MachineError, TidegateError
 from services.common.ids import CellId, JobId, RunId, make_cell_id, shard_of, spread_of
 from services.common.metrics import metric
 from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, route_prefix, runner_actor, shard_actor
 from services.common.remote import one_line
-from services.common.types import CellKind, CellRole, CellState
+from services.common.types import CellKind, CellRole
+from services.job.cells import Cells, Emit, comes_back
 from services.job.commit import Commit, write_commit
 from services.job.config import JobConfig, public_config, training_cells
 from services.job.recorder import Recorder
-from services.rollout.client import CellClient
-from services.rollout.types import CellStatus, RunResult, RunSpec, Task, UpdateResult
+from services.rollout.types import RunResult, RunSpec, Task, UpdateResult
 from services.scheduler.actions import (
     AbortRuns,
     Action,
@@ -46,12 +45,10 @@ from services.scheduler.events import (
     CellDrained,
     CellJoined,
     CellLost,
-    CellReported,
     CellServing,
     CellStale,
     CellUpdating,
     CheckpointSaved,
-    Event,
     GroupScored,
     PublicationEnded,
     RunEnded,
@@ -72,14 +69,7 @@ from services.trajectory.types import GroupResult, GroupSpec
 
 logger = logging.getLogger(__name__)
 
-Emit = Callable[[Event], None]
-
-_POLL_S = 1.0
 _POLL_TIMEOUT_S = 60.0
-_RESTART_PAUSE_S = 2.0
-_RESTART_TIMEOUT_S = 120.0
-_MAX_FAILED_STARTS = 3
-_START_MARGIN_S = 60.0  # what a cell needs besides its engine: a process, imports, its first answer
 _SHARD_TIMEOUT_S = 600.0
 _RUN_MARGIN_S = 120.0  # what an attempt takes besides its harness and its verifier
 _PUBLISH_MARGIN_S = 30.0  # so that a cell's own deadline comes first
@@ -116,15 +106,14 @@ class ClusterPerformer:
         self._runners = [self._find_actor(runner_actor(job_id, index)) for index in range(surroundings.num_runners)]
         self._mailbox = self._find_actor(mailbox_actor(job_id, make_cell_id(0)))
         self._team = self._make_team()
-        self._clients: dict[str, CellClient] = {}
-        cells = [make_cell_id(index) for index in range(self._config.rollout.cells.num_cells)]
-        self._looked_at = {cell_id: asyncio.Event() for cell_id in cells}
-        """Set once it is known whether a cell is up."""
-        self._is_recovered = False
-        self._known_cells: set[str] = set()
-        """Cells that were up when the scheduler's process died, until they were looked at."""
-        self._num_updates: Counter[str] = Counter()
-        """Weight updates that were begun or have ended: what a cell says of itself in between is old."""
+        cell_ids = [make_cell_id(index) for index in range(self._config.rollout.cells.num_cells)]
+        self._cells = Cells(
+            {cell_id: self._find_actor(rollout_actor(job_id, cell_id)) for cell_id in cell_ids},
+            surroundings.grpc_token,
+            self._config.rollout.engine.start_timeout_s,
+            kind_of=self._kind_of,
+            lost=self._team.leave,
+        )
         self._specs: dict[str, GroupSpec] = {group.spec.group_id: group.spec for group in surroundings.ready}
         self._manifest: WeightManifest | None = None
         self._recorder = Recorder(self._folder, job_id, self._config.output.wandb_project, public_config(self._config))
@@ -172,13 +161,14 @@ class ClusterPerformer:
     async def attend(self, emit: Emit) -> None:
         """Watch every cell until cancelled: bring it up, notice its death, bring it up again."""
         self._emit = emit
-        cells = [make_cell_id(index) for index in range(self._config.rollout.cells.num_cells)]
-        await asyncio.gather(*(self._attend_cell(cell_id, emit) for cell_id in cells))
+        await self._cells.attend(emit)
 
     async def recover(self, recovered: Recovered) -> None:
         """Take up a job whose scheduler died: what a performer remembers, and an end to runs that are nobody's."""
         self._specs = {spec.group_id: spec for spec in recovered.groups}
-        self._is_recovered, self._known_cells = True, set(recovered.cells)
+        self._cells.recover(recovered.cells)
+        for cell_id in recovered.training:
+            self._team.join(cell_id)
         for result in recovered.scored:
             self._recorder.group_scored(result)
         attempts = list(recovered.attempts)
@@ -228,7 +218,7 @@ class ClusterPerformer:
         outcome: Outcome = await _of_shard(shard.finish_run.remote(result))
         self._runner_of(*attempt).forget.remote([attempt])
         if lost_runner is not None:
-            await _comes_back(lost_runner)  # its slot is not free before; further attempts would meet the same end
+            await comes_back(lost_runner)  # its slot is not free before; further attempts would meet the same end
         emit(RunEnded(*attempt, outcome, result.reward, result.detail))
 
     async def _run_on_a_runner(self, action: StartRun, key: str, emit: Emit) -> tuple[RunResult, Any]:
@@ -276,84 +266,13 @@ class ClusterPerformer:
 
     # -- cells --------------------------------------------------------------------------------------------------------
 
-    async def _attend_cell(self, cell_id: CellId, emit: Emit) -> None:
-        actor = self._find_actor(rollout_actor(self._at.job_id, cell_id))
-        joined = self._is_recovered
-        num_failed_starts = 0  # since it was up last
-        while True:
-            try:
-                num_failed_starts += 1
-                address, status = await self._start_cell(actor)
-                if old := self._clients.pop(cell_id, None):
-                    await old.close()
-                self._clients[cell_id] = CellClient(address, self._at.grpc_token)
-                joined, num_failed_starts = True, 0
-                emit(self._first_word(cell_id, status))
-                self._looked_at[cell_id].set()
-                await self._poll(cell_id, actor, status.slots, emit)
-            except (RayError, TidegateError, TimeoutError) as error:
-                self._known_cells.discard(cell_id)
-                self._team.leave(cell_id)
-                emit(CellLost(cell_id, one_line(error), may_return=joined))
-                if not joined:
-                    self._looked_at[cell_id].set()
-                    return  # what never came up stays lost
-                is_dead = isinstance(error, RayActorError) and not await _comes_back(actor)
-                if is_dead or num_failed_starts >= _MAX_FAILED_STARTS:
-                    emit(CellLost(cell_id, f"{one_line(error)} (it does not come up again)"))
-                    self._looked_at[cell_id].set()
-                    return
-                await asyncio.sleep(_RESTART_PAUSE_S)
-
-    def _first_word(self, cell_id: CellId, status: CellStatus) -> Event:
-        """What a cell that is up now means to the core: one that was up before only reports itself."""
-        was_up = cell_id in self._known_cells
-        self._known_cells.discard(cell_id)
-        if was_up and status.version >= 0:
-            if not status.admitting and not self._team.why_dead(cell_id):
-                self._team.join(cell_id)  # it was in training, and still is
-            return _report(status)
-        return CellJoined(cell_id, status.slots, self._kind_of(cell_id))
-
-    async def _poll(self, cell_id: CellId, actor: Any, slots: int, emit: Emit) -> None:
-        """Look at a cell until it fails; tell when its slots have changed."""
-        while True:
-            await asyncio.sleep(_POLL_S)
-            num_updates = self._num_updates[cell_id]
-            async with asyncio.timeout(_POLL_TIMEOUT_S):
-                status: CellStatus = await actor.status.remote()
-            is_settled = num_updates % 2 == 0 and num_updates == self._num_updates[cell_id]
-            if status.slots != slots and is_settled and status.version >= 0:
-                slots = status.slots
-                emit(_report(status))
-
-    async def _client(self, cell_id: str) -> CellClient:
-        """Raises ``EngineError`` for a cell that never came up."""
-        await self._looked_at[CellId(cell_id)].wait()
-        if cell_id not in self._clients:
-            raise EngineError(f"{cell_id} is not up.", "See its log for the reason.")
-        return self._clients[cell_id]
-
     def _kind_of(self, cell_id: CellId) -> CellKind:
         if cell_id == self._team.core_id:
             return CellKind.CORE
         return CellKind.STANDALONE if self._team.why_dead(cell_id) else CellKind.SATELLITE
 
-    async def _start_cell(self, actor: Any) -> tuple[str, CellStatus]:
-        """Its gRPC address and first status. Raises ``EngineError`` at a deadline behind the engine's own."""
-        timeout_s = self._config.rollout.engine.start_timeout_s + _START_MARGIN_S
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await actor.start.remote(), await actor.status.remote()
-        except TimeoutError:
-            raise EngineError(
-                f"the cell was not up after {timeout_s:g} s.",
-                "Does the cluster have what rollout.cells.cpus_per_cell and gpus_per_cell ask for? Else raise "
-                "rollout.engine.start_timeout_s.",
-            ) from None
-
     async def _switch(self, action: SwitchCell, emit: Emit) -> None:
-        client = await self._client(action.cell_id)
+        client = await self._cells.client(action.cell_id)
         if action.role is CellRole.TRAIN:
             if reason := await self._team.check(action.cell_id):
                 await self._serve_only(action.cell_id, reason, emit)
@@ -375,7 +294,7 @@ class ClusterPerformer:
             emit(CellUpdating(cell_id, action.version))
             try:
                 timeout_s = self._config.rollout.cells.update_timeout_s + _PUBLISH_MARGIN_S
-                result = await self._update(cell_id, manifest, timeout_s)
+                result = await self._cells.update(cell_id, manifest, timeout_s)
             except TidegateError as error:
                 emit(CellStale(cell_id, str(error)))
                 continue
@@ -384,14 +303,6 @@ class ClusterPerformer:
                 self._manifest = None  # the publisher may have been restarted: the next try asks it again
             emit(CellServing(cell_id, action.version) if result.ok else CellStale(cell_id, result.reason))
         emit(PublicationEnded(action.version))
-
-    async def _update(self, cell_id: str, manifest: WeightManifest, timeout_s: float) -> UpdateResult:
-        client = await self._client(cell_id)
-        self._num_updates[cell_id] += 1
-        try:
-            return await client.publish(manifest, timeout_s)
-        finally:
-            self._num_updates[cell_id] += 1
 
     def _note_update(self, version: int, result: UpdateResult) -> None:
         self._recorder.weights_updated(
@@ -431,7 +342,7 @@ class ClusterPerformer:
         logger.warning("%s serves rollout only from now on: %s", cell_id, reason)
         emit(CellLost(cell_id, f"its training side is gone: {reason}", may_return=True))
         try:
-            client = await self._client(cell_id)
+            client = await self._cells.client(cell_id)
             await client.admit()
             status = await client.status()
         except TidegateError as error:  # whoever attends to the cell sees it too
@@ -473,11 +384,6 @@ class ClusterPerformer:
         emit(CheckpointSaved(action.step))
 
 
-def _report(status: CellStatus) -> CellReported:
-    serves = status.state is CellState.SERVING
-    return CellReported(status.cell_id, status.slots, status.version if serves else -1)
-
-
 def _actor(name: str) -> Any:
     return ray.get_actor(name, namespace=RAY_NAMESPACE)
 
@@ -492,20 +398,6 @@ async def _of_shard(answer: Awaitable[Any]) -> Any:
             f"a trajectory shard gave no answer within {_SHARD_TIMEOUT_S:g} s.",
             "See its log, and whether the disk of output.dir answers.",
         ) from None
-
-
-async def _comes_back(actor: Any) -> bool:
-    """Wait until Ray has made an actor again; False if it does not (its restarts are used up)."""
-    try:
-        async with asyncio.timeout(_RESTART_TIMEOUT_S):
-            while True:
-                try:
-                    await actor.__ray_ready__.remote()
-                    return True
-                except ActorUnavailableError:  # while it restarts, Ray refuses what may not run twice
-                    await asyncio.sleep(_POLL_S)
-    except (RayError, TimeoutError):
-        return False
 
 
 def _lost(action: StartRun, outcome: Outcome, reason: str, wall_s: float) -> RunResult:

@@ -25,6 +25,8 @@ class Recovered:
     """Those of them that were under way (``RunStarted``): a runner has them, or died too."""
     cells: tuple[str, ...]
     """Cells that were up."""
+    training: tuple[str, ...]
+    """Those of them that were in training."""
 
 
 class Performer(Protocol):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import ConfigError, InvariantError
-from services.scheduler.actions import Action, Decision, OpenGroup
+from services.common.types import CellRole
+from services.scheduler.actions import Action, Decision, OpenGroup, TrainStep
 from services.scheduler.codec import decode, encode
 from services.scheduler.events import GroupScored, StepTrained
 from services.scheduler.groups import RunStatus
@@ -84,7 +85,7 @@ class Replay:
             self._unperformed += [
                 Todo(record.sequence, position, decision.action)
                 for position, decision in enumerate(decisions)
-                if (record.sequence, position) not in self._performed
+                if (record.sequence, position) not in self._performed or isinstance(decision.action, TrainStep)
             ]
         return ""
 
@@ -117,7 +118,10 @@ class Replay:
         return self.state.fail(payload["reason"])
 
     def todo(self) -> list[Todo]:
-        """The decisions that are to be performed again, groups that are to be opened first."""
+        """The decisions that are to be performed again, groups that are to be opened first.
+
+        All portions of the step in flight are: the performer that was told of them is gone.
+        """
         due = [one for one in self._unperformed if self.state.awaits(one.action)]
         return sorted(due, key=lambda one: not isinstance(one.action, OpenGroup))
 
@@ -135,6 +139,7 @@ class Replay:
                 if run.status is RunStatus.RUNNING
             ),
             cells=tuple(cell.cell_id for cell in state.cells if cell.is_live),
+            training=tuple(cell.cell_id for cell in state.cells if cell.role is CellRole.TRAIN),
         )
 
 

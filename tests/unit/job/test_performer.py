@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from services.common.errors import EngineError, MachineError
 from services.common.ids import JobId
 from services.common.types import CellKind, CellRole, CellState
+from services.job import cells as cells_module
 from services.job import performer as performer_module
 from services.job.commit import Commit, read_commit, with_best
 from services.job.config import JobConfig, TasksConfig
@@ -131,8 +132,8 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    for name in ("_POLL_S", "_RESTART_PAUSE_S"):
-        monkeypatch.setattr(performer_module, name, 0.001)
+    for name in ("POLL_S", "RESTART_PAUSE_S"):
+        monkeypatch.setattr(cells_module, name, 0.001)
     return World(tmp_path)
 
 
@@ -196,7 +197,7 @@ async def test_an_attempt_that_is_aborted_on_its_way_starts_no_harness(world: Wo
 
 
 async def test_a_cell_that_never_starts_is_lost_with_the_reason(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(performer_module, "_START_MARGIN_S", 0.01)
+    monkeypatch.setattr(cells_module, "START_MARGIN_S", 0.01)
     engine = world.config.rollout.engine.model_copy(update={"start_timeout_s": 0.01})
     cells = world.config.rollout.cells.model_copy(update={"num_cells": 1})
     rollout = world.config.rollout.model_copy(update={"engine": engine, "cells": cells})
@@ -228,7 +229,7 @@ async def test_a_cell_that_was_up_and_does_not_start_again_is_lost_for_good(worl
 
 async def test_an_actor_without_restarts_does_not_come_back() -> None:
     actor = Actor(__ray_ready__=Method(unavailable(), ActorDiedError()))
-    assert not await performer_module._comes_back(actor)
+    assert not await cells_module.comes_back(actor)
 
 
 async def test_only_groups_that_may_be_trained_are_remembered(world: World) -> None:
@@ -274,7 +275,7 @@ async def test_a_recorded_run_is_forgotten_by_its_runner_and_not_before(world: W
 
 
 def recovered(**changes: Any) -> Recovered:
-    fields = {"groups": (SPEC,), "scored": (), "attempts": (), "started": (), "cells": ("cell-0",)}
+    fields = {"groups": (SPEC,), "scored": (), "attempts": (), "started": (), "cells": ("cell-0",), "training": ()}
     return Recovered(**{**fields, **changes})
 
 
@@ -312,6 +313,18 @@ async def test_rewards_scored_before_a_recovery_count_in_the_step(world: World) 
     await performer.recover(recovered(scored=(result,)))
     assert performer._recorder._rewards == [0.0, 1.0]
     assert performer._specs == {"g000000": SPEC}
+
+
+async def test_satellites_that_were_in_training_are_in_it_again(world: World) -> None:
+    satellites = world.config.trainer.model_copy(update={"satellites": True})
+    world.config = world.config.model_copy(update={"trainer": satellites})
+    performer = world.performer()
+    await performer.recover(recovered(cells=("cell-0", "cell-1"), training=("cell-0", "cell-1")))
+    assert list(performer._team._in_training) == ["cell-1"]
+    fresh = CellStatus("cell-1", CellState.STALE, -1, True, 0, 4)
+    world.cell.status = Method(fresh)  # it died meanwhile, too
+    await attended(performer, world, lambda: len(world.events) > 1)
+    assert list(performer._team._in_training) == []
 
 
 async def test_a_cell_that_was_up_reports_itself_and_a_fresh_one_joins(world: World) -> None:

@@ -145,8 +145,8 @@ class World:
         surroundings = Surroundings(JobId("j"), self.config, str(self.folder), "http://127.0.0.1:1", "t", (), (), 0)
         performer = ClusterPerformer(surroundings, self.find)
         for cell_id, client in self.clients.items():
-            performer._clients[cell_id] = client  # type: ignore[assignment]
-            performer._looked_at[cell_id].set()
+            performer._cells._clients[cell_id] = client  # type: ignore[assignment]
+            performer._cells._looked_at[cell_id].set()
         performer._emit = self.events.append
         for group in range(4):
             performer._specs[f"g{group}"] = GroupSpec(f"g{group}", "t", (), version=0)
@@ -272,9 +272,10 @@ async def test_a_new_performer_finds_who_is_in_training(tmp_path: Path) -> None:
     await world.perform(TrainStep(1, ("g0",), 0, num_missing=1))
     await world.performer._team.close()  # its process died
     performer = world.performer = world.make_performer()
-    await performer.recover(Recovered(tuple(performer._specs.values()), (), (), (), ("cell-0", "cell-1", "cell-2")))
+    up = ("cell-0", "cell-1", "cell-2")
+    await performer.recover(Recovered(tuple(performer._specs.values()), (), (), (), up, training=("cell-0", "cell-1")))
     for cell_id, client in world.clients.items():
-        assert performer._first_word(cell_id, await client.status()) == CellReported(cell_id, 8, 0)
+        assert performer._cells._first_word(cell_id, await client.status()) == CellReported(cell_id, 8, 0)
     world.sides[make_cell_id(1)].commands.clear()
     await world.perform(TrainStep(1, ("g1", "g2"), 0))
     assert world.shard.trained == [(("g0", "g1", "g2"), 1)]
