@@ -45,8 +45,9 @@ from services.rollout.actor import Runner
 from services.rollout.cell import RolloutCell
 from services.rollout.engine import engine_env
 from services.rollout.types import Sampling
-from services.scheduler.actor import FINISH_TIMEOUT_S, JobScheduler
+from services.scheduler.actor import JobScheduler
 from services.scheduler.events import TrainingFailed
+from services.scheduler.hands import FINISH_TIMEOUT_S
 from services.scheduler.types import JobStatus, ResumeState
 from services.trainer.cell import run_training
 from services.trainer.checkpoint import drop_newer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from services.common.errors import JobError, RefusedError
-from services.common.remote import cause_of, one_line
+from services.common.remote import one_line
 from services.scheduler.events import Event
+
+logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 600.0
@@ -76,8 +79,8 @@ class SchedulerLink:
         self._actor.post.remote(event)
 
     def _recover(self, error: Exception) -> None:
-        what = "it was made again" if isinstance(cause_of(error), RefusedError) else one_line(error)
-        self._note(f"the scheduler died ({what}); runs go on meanwhile")
+        logger.warning("the scheduler died: %s", one_line(error))
+        self._note("the scheduler died; runs go on meanwhile")
         deadline_s = time.monotonic() + RECOVERY_TIMEOUT_S
         while True:
             try:

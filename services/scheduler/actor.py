@@ -31,10 +31,11 @@ from services.common.errors import (
 )
 from services.common.remote import one_line
 from services.common.types import RouteTable
-from services.scheduler.actions import Action, Decision, DropGroup, FinishJob, OpenGroup, ScoreGroup, StartRun
+from services.scheduler.actions import Decision, FinishJob
 from services.scheduler.codec import encode
 from services.scheduler.eventlog import EventLog
-from services.scheduler.events import ActionFailed, CancelRequested, Event, PolicyRequested, Request, Tick
+from services.scheduler.events import CancelRequested, Event, PolicyRequested, Request, Tick
+from services.scheduler.hands import Hands, Mark
 from services.scheduler.journal import JOURNAL_NAME, Journal
 from services.scheduler.observe import Observer
 from services.scheduler.options import JobOptions
@@ -48,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 """Time between two ``Tick`` events."""
-FINISH_TIMEOUT_S = 60.0
-"""How long ``FinishJob`` waits for actions that are still being performed; then they are cancelled."""
 BIND_TIMEOUT_S = 20.0
 """How long a scheduler that goes on tries to listen where it listened before."""
 _BIND_POLL_S = 0.2
@@ -63,14 +62,6 @@ class _TakenIn:
     event: Event
     done: asyncio.Future[None] | None = None
     """Resolved when it is in the journal, and what it led to is being performed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Performed:
-    """A decision that was performed, on its way into the journal behind the events that came of it."""
-
-    sequence: int
-    position: int
 
 
 class JobScheduler:
@@ -112,9 +103,7 @@ class JobScheduler:
         self._address = ""
         self._journal: Journal | None = None
         self._server: grpc.aio.Server | None = None
-        self._tasks: set[asyncio.Task[bool]] = set()
-        self._opening: dict[str, asyncio.Task[bool]] = {}
-        """Group id -> its ``OpenGroup``, while that is being performed."""
+        self._hands = Hands(made, self._emit, self._note_performed, self._note_finished)
         self._workers: list[asyncio.Task[None]] = []
 
     # -- methods for the driver ---------------------------------------------------------------------------------------
@@ -162,9 +151,9 @@ class JobScheduler:
 
     async def close(self) -> None:
         """Stop the server and everything that still runs here."""
-        for task in (*self._workers, *self._tasks):
+        for task in (*self._workers, *self._hands.tasks):
             task.cancel()
-        await asyncio.gather(*self._workers, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._workers, *self._hands.tasks, return_exceptions=True)
         await self._end_watches()
         if self._server is not None:
             await self._server.stop(grace=1.0)
@@ -184,7 +173,7 @@ class JobScheduler:
 
     async def _start(self) -> str:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[_TakenIn | _Performed] = asyncio.Queue()
+        self._queue: asyncio.Queue[_TakenIn | Mark] = asyncio.Queue()
         self._done = asyncio.Event()
         self._routes_changed = asyncio.Condition()
         journal = self._journal = Journal(self._job_dir) if self._job_dir is not None else None
@@ -201,7 +190,7 @@ class JobScheduler:
             return address
         # attempts that were on their way when the process died have the time to start anew
         self._workers.append(asyncio.create_task(self._tick(self._options.run_start_timeout_s)))
-        self._perform_again(replay.todo())
+        await self._perform_again(replay.todo())
         return address
 
     def _replay(self, journal: Journal) -> Replay | None:
@@ -245,12 +234,12 @@ class JobScheduler:
             journal.write_meta(_GRPC_PORT, address.rpartition(":")[2])
         return address
 
-    def _perform_again(self, todo: list[Todo]) -> None:
+    async def _perform_again(self, todo: list[Todo]) -> None:
         for one in todo:
-            self._perform_soon(one.action, _Performed(one.sequence, one.position))
+            self._hands.perform_soon(one.action, Mark(one.sequence, one.position))
         is_finishing = any(isinstance(one.action, FinishJob) for one in todo)
         if self._state.status.is_final and not is_finishing:
-            self._done.set()
+            await self._note_done()
 
     # -- methods for the servicer -------------------------------------------------------------------------------------
 
@@ -327,7 +316,7 @@ class JobScheduler:
     async def _consume(self) -> None:
         while True:
             item = await self._queue.get()
-            if isinstance(item, _Performed):
+            if isinstance(item, Mark):
                 self.log.mark_performed(item.sequence, item.position)
                 continue
             self._take_in(item.event)
@@ -345,7 +334,7 @@ class JobScheduler:
         except Exception as error:  # or nobody would take in events any more, and the job would hang
             sequence, decisions = self._fail(event, now_s, error)
         for position, decision in enumerate(decisions):
-            self._perform_soon(decision.action, _Performed(sequence, position))
+            self._hands.perform_soon(decision.action, Mark(sequence, position))
 
     def _handle(self, event: Event, now_s: float) -> tuple[int, list[Decision]]:
         decisions = self._state.handle(event, now_s)
@@ -381,56 +370,16 @@ class JobScheduler:
 
     # -- actions out of it --------------------------------------------------------------------------------------------
 
-    def _perform_soon(self, action: Action, performed: _Performed) -> None:
-        others = frozenset(self._tasks)
-        before = self._opening.get(_group_of_action(action))
-        task = asyncio.create_task(
-            self._finish(action, performed, others)
-            if isinstance(action, FinishJob)
-            else self._perform(action, performed, before)
-        )
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        if isinstance(action, OpenGroup):
-            group_id = action.spec.group_id
-            self._opening[group_id] = task
-            task.add_done_callback(lambda _: self._opening.pop(group_id, None))
-
-    async def _perform(self, action: Action, performed: _Performed, before: asyncio.Task[bool] | None) -> bool:
-        """Perform one action, after its group's ``OpenGroup`` (not at all if that failed: the core gives the group
-        up). A failure becomes an event; returns whether there was none."""
-        if before is not None and not await asyncio.shield(before):
-            return False
-        succeeded = True
-        try:
-            await self._performer.perform(action, self._emit)
-        except Exception as error:
-            reason = one_line(error)
-            logger.warning("%s failed: %s", type(action).__name__, reason)
-            self._emit(ActionFailed(action, reason))
-            succeeded = False
+    def _note_performed(self, mark: Mark) -> None:
         # behind the events that came of it: whoever finds the mark in the journal finds them too
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, performed)
-        return succeeded
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, mark)
 
-    async def _finish(self, action: FinishJob, performed: _Performed, others: frozenset[asyncio.Task[bool]]) -> bool:
-        """Perform ``FinishJob`` when all other actions are over, or were cancelled because they took too long."""
-        try:
-            if others:
-                _, late = await asyncio.wait(others, timeout=FINISH_TIMEOUT_S)
-                for task in late:
-                    task.cancel()
-            await self._performer.perform(action, self._emit)
-        except Exception:
-            logger.exception("the job is over (%s), but not everything could be finished", action.status)
-        finally:
-            with contextlib.suppress(TidegateError):
-                self.log.mark_performed(performed.sequence, performed.position)
-                self.log.flush()
-            self._done.set()
-            await self._end_watches()
-        return True
+    async def _note_finished(self, mark: Mark) -> None:
+        with contextlib.suppress(TidegateError):
+            self.log.mark_performed(mark.sequence, mark.position)
+            self.log.flush()
+        await self._note_done()
 
-
-def _group_of_action(action: Action) -> str:
-    return action.group_id if isinstance(action, StartRun | ScoreGroup | DropGroup) else ""
+    async def _note_done(self) -> None:
+        self._done.set()
+        await self._end_watches()

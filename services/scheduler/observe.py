@@ -17,7 +17,7 @@ class Observer:
         self._job = str(state.options.job_id)
         self._counted: dict[tuple[str, str], int] = {}
         self._num_steps_seen = len(state.reward_mean_by_step)
-        self._count_up_to("tidegate_groups_lost_total", "", state.book.num_lost, is_first=True)
+        self._count(is_first=True)
 
     def observe(self, event: Event, decisions: list[Decision]) -> None:
         """After each event."""
@@ -33,16 +33,21 @@ class Observer:
             metric("tidegate_cell_stale_total").inc(job=job, cell=event.cell_id)
         for decision in decisions:
             metric("tidegate_decisions_total").inc(job=job, action=type(decision.action).__name__)
-        for outcome, count in state.book.num_outcomes.items():
-            self._count_up_to("tidegate_runs_total", outcome, count)
-        for outcome, count in state.book.num_retries.items():
-            self._count_up_to("tidegate_run_retries_total", outcome, count)
-        self._count_up_to("tidegate_groups_lost_total", "", state.book.num_lost)
+        self._count()
         if len(state.reward_mean_by_step) > self._num_steps_seen:
             self._num_steps_seen = len(state.reward_mean_by_step)
             reward = state.reward_mean_by_step[-1]
             if reward is not None:
                 metric("tidegate_reward_mean").set(reward, job=job)
+
+    def _count(self, *, is_first: bool = False) -> None:
+        """``is_first``: what the state was given with (a resumed or recovered job) was counted before."""
+        book = self._state.book
+        for outcome, count in book.num_outcomes.items():
+            self._count_up_to("tidegate_runs_total", outcome, count, is_first=is_first)
+        for outcome, count in book.num_retries.items():
+            self._count_up_to("tidegate_run_retries_total", outcome, count, is_first=is_first)
+        self._count_up_to("tidegate_groups_lost_total", "", book.num_lost, is_first=is_first)
 
     def _count_up_to(self, name: str, outcome: str, total: int, *, is_first: bool = False) -> None:
         key = (name, str(outcome))

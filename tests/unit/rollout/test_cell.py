@@ -98,3 +98,13 @@ async def test_an_engine_that_fails_in_an_unknown_way_is_a_failed_update(cell: R
     assert (await cell.status()).state is CellState.STALE
     engine.error = None
     assert (await cell.publish(manifest(1))).ok
+
+
+async def test_weights_that_it_serves_already_are_answered_at_once(cell: RolloutCell, engine: FakeEngine) -> None:
+    """Whoever asks again has died in between: no call is interrupted for it."""
+    engine.gate.set()
+    assert (await cell.publish(manifest(1))).ok
+    engine.error = RuntimeError("the engine is not asked")
+    again = await cell.publish(manifest(1))
+    assert (again.ok, again.version, again.size_bytes) == (True, 1, 0)
+    assert (await cell.status()).state is CellState.SERVING

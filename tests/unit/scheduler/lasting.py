@@ -204,11 +204,11 @@ async def kill(scheduler: JobScheduler) -> None:
     assert scheduler._journal is not None
     scheduler._journal._db.close()
     scheduler._journal._lock.close()
-    for task in (*scheduler._workers, *scheduler._tasks):
+    for task in (*scheduler._workers, *scheduler._hands.tasks):
         task.cancel()
     if scheduler._server is not None:
         await scheduler._server.stop(grace=None)
-    await asyncio.gather(*scheduler._workers, *scheduler._tasks, return_exceptions=True)
+    await asyncio.gather(*scheduler._workers, *scheduler._hands.tasks, return_exceptions=True)
 
 
 class Lives:

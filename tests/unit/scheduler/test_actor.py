@@ -9,7 +9,7 @@ from ray.exceptions import RayTaskError
 
 from services.common.errors import ConfigError, EngineError, RefusedError, TrainingError
 from services.common.types import CellKind
-from services.scheduler import actor as actor_module
+from services.scheduler import hands
 from services.scheduler.actions import Action, OpenGroup, SaveCheckpoint, ScoreGroup, StartRun, TrainStep
 from services.scheduler.actor import JobScheduler
 from services.scheduler.codec import decode
@@ -207,7 +207,7 @@ async def test_cancel_ends_the_job_and_saves_what_was_trained(performer, tmp_pat
 
 
 async def test_an_action_that_hangs_does_not_keep_the_job_from_ending(performer, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(actor_module, "FINISH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(hands, "FINISH_TIMEOUT_S", 0.05)
     performer.hold.clear()
     scheduler = await started(options(), performer, tmp_path)
     await scheduler.post(CellDrained("cell-1"))

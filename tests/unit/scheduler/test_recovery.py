@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,10 @@ async def test_a_job_that_was_over_when_its_scheduler_died_is_over(tmp_path: Pat
     await lives.live()
     scheduler = await lives.begin()
     assert (await scheduler.wait_done(10))["status"] == "finished"
+    async with asyncio.timeout(10):  # watchers are told all of it, and end
+        kinds = [record.kind async for record in scheduler.watch_events(0)]
+        assert [table.epoch async for table in scheduler.watch_routes()]
+    assert kinds == [record.kind for record in read_journal(tmp_path)]
     await scheduler.close()
 
 
