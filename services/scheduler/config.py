@@ -32,8 +32,10 @@ class ElasticPolicy(_PolicyConfig):
     """Cells leave rollout one by one as unfinished runs ebb, and come back after the burst."""
 
     mode: Literal["elastic"] = "elastic"
-    rule: Literal["paper", "best"] = "paper"
-    """``paper``: QwenGyre's rules. ``best``: Tidegate's own (docs/scheduler.md)."""
+    rule: Literal["paper", "sorted"] = "paper"
+    """``paper``: QwenGyre's rules. ``sorted``: the same, but tasks that take about as long are dispatched together."""
+    window_bursts: int = Field(default=4, ge=1)
+    """``sorted``: so many bursts' tasks are rearranged at a time; each comes at most so many bursts early or late."""
 
 
 PolicyConfig = Annotated[AsyncPolicy | ColocatePolicy | ElasticPolicy, Field(discriminator="mode")]

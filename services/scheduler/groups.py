@@ -84,6 +84,8 @@ class Group:
     status: GroupStatus = GroupStatus.RUNNING
     runs: dict[str, Run] = field(default_factory=dict)
     num_unfinished: int = 0
+    slowest_s: float = 0.0
+    """Longest time that a run of it held its slot, seconds."""
     result: GroupResult | None = None
 
     @property

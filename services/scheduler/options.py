@@ -28,8 +28,8 @@ class ElasticRule(StrEnum):
 
     PAPER = "paper"
     """QwenGyre's: Eq. 5, Eq. 6, runs start in the order of their dispatch."""
-    BEST = "best"
-    """Tidegate's own (docs/scheduler.md)."""
+    SORTED = "sorted"
+    """The same, but tasks that take about as long are dispatched together (``services.scheduler.order``)."""
 
 
 class AtStalenessBound(StrEnum):
@@ -61,6 +61,8 @@ class Policy:
     """``async``: cells that only train, the core included."""
     rule: ElasticRule = ElasticRule.PAPER
     """``elastic``."""
+    window_bursts: int = 4
+    """``sorted``: bursts inside whose tasks the order may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,12 @@ class JobOptions:
     seed: int = 0
     """Seed of the order of tasks."""
 
+    @property
+    def window_groups(self) -> int:
+        """Groups inside which the order of tasks is rearranged; 0: it is not."""
+        is_sorted = self.policy.mode is PolicyMode.ELASTIC and self.policy.rule is ElasticRule.SORTED
+        return self.policy.window_bursts * self.steps_per_burst * self.groups_per_step if is_sorted else 0
+
     def __post_init__(self) -> None:
         if not self.task_names:
             raise ConfigError("there are no training tasks.", "Point tasks.train at folders in Harbor's format.")
@@ -146,4 +154,5 @@ def policy_of(config: SchedulerConfig) -> Policy:
         streaming=chosen.streaming,
         train_cells=chosen.train_cells if isinstance(chosen, AsyncPolicy) else 1,
         rule=ElasticRule(chosen.rule) if isinstance(chosen, ElasticPolicy) else ElasticRule.PAPER,
+        window_bursts=chosen.window_bursts if isinstance(chosen, ElasticPolicy) else 4,
     )

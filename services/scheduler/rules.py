@@ -113,8 +113,7 @@ def _cross_boundary(state: JobState) -> bool:
     )
     num_groups, why = policy.groups_to_dispatch(target, state.book.num_outstanding)
     place_core_after_burst(state, num_groups * options.group_size)
-    for _ in range(num_groups):
-        state.open_training_group(f"burst boundary at step {state.step}: {why}; {why_target}")
+    state.open_training_groups(num_groups, f"burst boundary at step {state.step}: {why}; {why_target}")
     return True
 
 

@@ -31,6 +31,7 @@ from services.scheduler.cells import CellTable
 from services.scheduler.events import Event, PolicyRequested, Request
 from services.scheduler.groups import Group, GroupBook, GroupStatus, make_spec
 from services.scheduler.options import AtStalenessBound, JobOptions, OnLostGroup
+from services.scheduler.order import TaskOrder
 from services.scheduler.rules import ENDING_RULES, RULES
 from services.scheduler.step import OpenStep
 from services.scheduler.transitions import HANDLERS
@@ -83,8 +84,13 @@ class JobState:
 
         self.next_group_index = start.next_group_index
         self.next_eval_group_index = start.next_eval_group_index
-        self.data_position = start.data_position
-        self.task_indices_first = deque(start.unfinished_task_indices)
+        self.order = TaskOrder(
+            len(options.task_names),
+            options.seed,
+            start.data_position,
+            start.unfinished_task_indices,
+            window_size=options.window_groups,
+        )
         self.wanted_version: int | None = start.step
         """A version that is to be published, until its publication has ended."""
         self.publication: PublishWeights | None = None
@@ -173,8 +179,8 @@ class JobState:
             version=self.version,
             next_group_index=self.next_group_index,
             next_eval_group_index=self.next_eval_group_index,
-            data_position=self.data_position,
-            unfinished_task_indices=(*self.task_indices_first, *unfinished),
+            data_position=self.order.position,
+            unfinished_task_indices=(*self.order.waiting, *unfinished),
             ready=tuple(
                 ReadyGroup(group.spec, group.task_index, group.result)
                 for group in self.book.ready.values()
@@ -285,18 +291,15 @@ class JobState:
     def decide(self, action: Action, reason: str) -> None:
         self._decisions.append(Decision(action, reason))
 
-    def open_training_group(self, reason: str) -> None:
+    def open_training_groups(self, number: int, reason: str) -> None:
+        """Dispatch the next groups under the version published last."""
         names = self.options.task_names
-        if self.task_indices_first:
-            task_index = self.task_indices_first.popleft() % len(names)
-        else:
-            task_index = policy.task_at(self.data_position, len(names), self.options.seed)
-            self.data_position += 1
-        group_id = make_group_id(self.next_group_index)
-        self.next_group_index += 1
-        spec = make_spec(group_id, names[task_index], self.options.group_size, self.version, is_eval=False)
-        self.book.open(spec, task_index)
-        self.decide(OpenGroup(spec, task_index), reason)
+        for task_index in self.order.take(number):
+            group_id = make_group_id(self.next_group_index)
+            self.next_group_index += 1
+            spec = make_spec(group_id, names[task_index], self.options.group_size, self.version, is_eval=False)
+            self.book.open(spec, task_index)
+            self.decide(OpenGroup(spec, task_index), reason)
 
     def open_evaluation(self) -> None:
         names = self.options.eval_task_names
@@ -334,7 +337,7 @@ class JobState:
         if self.status is not JobStatus.RUNNING or self.at_boundary or self._closes_short(group):
             return
         if self.book.num_outstanding < self.steps_left * self.options.groups_per_step:
-            self.open_training_group(f"replaces {group.group_id} inside the burst: {reason}")
+            self.open_training_groups(1, f"replaces {group.group_id} inside the burst: {reason}")
 
     def _closes_short(self, lost: Group) -> bool:
         """Whether the step that is being filled does without a lost group: it keeps one, and no group grows too old."""
@@ -363,7 +366,7 @@ class JobState:
         """At the job's end: nothing waits for these groups any more. Their tasks come first in a resumed job."""
         for group in self.book.unfinished(is_eval=None if held_out_too else False):
             if not group.spec.is_eval:
-                self.task_indices_first.append(group.task_index)
+                self.order.give_back(group.task_index)
             self.end_runs(group, reason)
             self.decide(DropGroup(group.group_id, reason), reason)
             self.book.retire(group, GroupStatus.DROPPED)

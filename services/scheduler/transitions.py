@@ -166,7 +166,10 @@ def _end_attempt(state: JobState, run: Run, outcome: Outcome, reward: float | No
         state.book.requeue(run, outcome)
         return
     state.book.end(run, outcome, reward)
+    run.group.slowest_s = max(run.group.slowest_s, state.now_s - run.slot_since_s)
     if run.group.num_unfinished == 0:
+        if not run.group.spec.is_eval and rule.counted:
+            state.order.durations.note(run.group.task_index, run.group.slowest_s)
         state.book.begin_scoring(run.group)
         state.decide(
             ScoreGroup(run.group.group_id), f"all {len(run.group.runs)} runs of {run.group.group_id} are final"

@@ -126,7 +126,7 @@ def candidates(question: PlanQuestion) -> list[Candidate]:
             *(("async", {"mode": "async", "train_cells": count}) for count in splits),
             ("colocate", {"mode": "colocate"}),
             ("elastic (paper)", {"mode": "elastic", "rule": "paper"}),
-            ("elastic (best)", {"mode": "elastic", "rule": "best"}),
+            ("elastic (sorted)", {"mode": "elastic", "rule": "sorted"}),
         ]
         for phi, mu in staleness_pairs(question.mean_staleness_steps):
             for label, policy in policies:

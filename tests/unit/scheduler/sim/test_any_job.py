@@ -25,7 +25,7 @@ def configs(draw: st.DrawFn) -> SimConfig:
     if mode == "async":
         policy["train_cells"] = draw(st.integers(1, max(1, num_cells - 1 - num_standalone)))
     elif mode == "elastic":
-        policy["rule"] = draw(st.sampled_from(["paper", "best"]))
+        policy["rule"] = draw(st.sampled_from(["paper", "sorted"]))
     return SimConfig.model_validate(
         {
             "seed": draw(st.integers(0, 1000)),
