@@ -79,7 +79,7 @@ class SchedulerLink:
         self._actor.post.remote(event)
 
     def _recover(self, error: Exception) -> None:
-        logger.warning("the scheduler died: %s", one_line(error))
+        logger.info("the scheduler died: %s", one_line(error))
         self._note("the scheduler died; runs go on meanwhile")
         deadline_s = time.monotonic() + RECOVERY_TIMEOUT_S
         while True:
