@@ -158,6 +158,9 @@ class SimConfig(_Section):
     seed: int = 0
     """Of the order of tasks, the durations and the failures. Two policies with one seed see the same runs."""
     steps: int = Field(default=48, ge=1)
+    steps_after: int = Field(default=0, ge=0)
+    """Further steps behind them, which are not measured: a job's last steps are unlike the others, for nothing is
+    dispatched any more that they could not train."""
     pool: PoolConfig = PoolConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     workload: WorkloadConfig = LognormalWorkload(mean_s=1800.0)

@@ -147,7 +147,8 @@ class Simulation:
     def _max_events(self) -> int:
         """Far more than a job needs that goes on: about two for each run, its retries included."""
         scheduler = self.config.scheduler
-        num_steps = self.config.steps + scheduler.steps_per_burst + math.ceil(scheduler.carry_over_steps)
+        num_steps = self.config.steps + self.config.steps_after + scheduler.steps_per_burst
+        num_steps += math.ceil(scheduler.carry_over_steps)
         return 100_000 + 100 * num_steps * scheduler.groups_per_step * scheduler.group_size
 
     def _handle(self, event: Event) -> None:
@@ -305,14 +306,14 @@ def make_options(config: SimConfig, num_tasks: int) -> JobOptions:
         job_id=JobId(config.name),
         num_cells=pool.num_cells,
         task_names=tuple(f"task-{index}" for index in range(num_tasks)),
-        steps=config.steps,
+        steps=config.steps + config.steps_after,
         eval_task_names=tuple(f"held-out-{index}" for index in range(evaluation.num_tasks)),
         eval_every=evaluation.every,
         eval_at_start=evaluation.at_start,
         eval_at_end=evaluation.at_end,
         eval_group_size=evaluation.group_size,
         max_concurrent_runs=pool.max_concurrent_runs or 1_000_000_000,
-        checkpoint_every=config.system.checkpoint_every or config.steps + 1,
+        checkpoint_every=config.system.checkpoint_every or config.steps + config.steps_after + 1,
         seed=config.seed,
     )
 

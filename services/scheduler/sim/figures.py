@@ -72,16 +72,17 @@ class Figures:
 
     def result(self, state: JobState, runs: SimRuns, end: FinishJob) -> SimResult:
         accounts = self._accounts or [cell.accounts() for cell in self._cells]
-        durations = [seconds for group in self.trained for seconds in group.durations_s]
-        slowest = [group.slowest_s for group in self.trained]
+        trained = [group for group in self.trained if group.step <= self._config.steps]
+        durations = [seconds for group in trained for seconds in group.durations_s]
+        slowest = [group.slowest_s for group in trained]
         scheduler, pool, system = self._config.scheduler, self._config.pool, self._config.system
         return SimResult(
             name=self._config.name,
             status=end.status.value,
             reason=end.reason,
             start_s=self._start_s or 0.0,
-            step_end_s=tuple(self._step_end_s),
-            staleness=staleness_of(self.trained, scheduler.steps_per_burst),
+            step_end_s=tuple(self._step_end_s[: self._config.steps]),
+            staleness=staleness_of(trained, scheduler.steps_per_burst),
             counts=RunCounts(
                 dispatched_runs=state.book.training.dispatched,
                 ended_runs=runs.num_ended,
@@ -100,7 +101,7 @@ class Figures:
             num_events=self.num_events,
             lower_bound=lower_bound(
                 slowest,
-                [(group.step - 1) // scheduler.steps_per_burst for group in self.trained],
+                [(group.step - 1) // scheduler.steps_per_burst for group in trained],
                 sum(durations),
                 system.train_per_rollout * sum(durations),
                 slots=pool.slots_by_cell,
@@ -111,7 +112,7 @@ class Figures:
                 has_carry_over=scheduler.carry_over_steps > 0,
                 max_concurrent_runs=pool.max_concurrent_runs,
             ),
-            groups=tuple(self.trained),
+            groups=tuple(trained),
             timeline=self._timeline() if self.is_recorded else None,
         )
 

@@ -44,7 +44,7 @@ class Candidate:
     """One setting that is simulated."""
 
     label: str
-    """``async``, ``colocate``, ``elastic (paper)`` or ``elastic (best)``."""
+    """``async``, ``colocate``, ``elastic (paper)`` or ``elastic (sorted)``."""
     config: SimConfig
 
 

@@ -97,6 +97,7 @@ class SimResult:
     start_s: float
     """When the first weights were published: all figures count from here."""
     step_end_s: tuple[float, ...]
+    """Of the measured steps."""
     staleness: Staleness
     counts: RunCounts
     utilisation: Utilisation
