@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -83,6 +86,15 @@ def test_a_journal_replays_to_the_same_decisions(
 ) -> None:
     assert run(monkeypatch, "replay", job) == 0
     assert "all of them alike" in capsys.readouterr().out
+
+
+def test_another_process_decides_the_same(job: Path) -> None:
+    """Nothing hangs on the order of a set, which differs from process to process."""
+    command = [sys.executable, "-m", "services.cli", "replay", str(job)]
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_first_decision_that_differs_is_told(
