@@ -62,7 +62,8 @@ from services.scheduler.types import ReadyGroup
 from services.trainer.commands import MarkBest as MarkOnRanks
 from services.trainer.commands import Publish
 from services.trainer.commands import SaveCheckpoint as SaveOnRanks
-from services.trainer.team import Listener, Portion, TrainingTeam
+from services.trainer.step import Listener, Portion
+from services.trainer.team import TrainingTeam
 from services.trainer.types import WeightManifest
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import GroupResult, GroupSpec

@@ -41,7 +41,8 @@ from services.trainer.commands import (
 from services.trainer.config import OptimizerConfig, TrainerConfig
 from services.trainer.mailbox import Mailbox
 from services.trainer.rank import TrainingRank, TrainingSpec
-from services.trainer.team import Listener, Portion, TrainedStep, TrainingTeam
+from services.trainer.step import Listener, Portion, TrainedStep
+from services.trainer.team import TrainingTeam
 from services.trainer.types import StepReport, WeightManifest
 from tests.unit.trainer.forests import make_micro_step
 from tests.waiting import until, wait_until

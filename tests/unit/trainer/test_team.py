@@ -15,7 +15,8 @@ from services.common.models import resolve_model
 from services.trainer.commands import Absorb, Accumulate, Collect, Order, SaveCheckpoint, TrainStep, Update
 from services.trainer.config import LoraConfig
 from services.trainer.rank import TrainingRank
-from services.trainer.team import Listener, Portion, TrainedStep, TrainingTeam
+from services.trainer.step import Listener, Portion, TrainedStep
+from services.trainer.team import TrainingTeam
 from services.trainer.types import MicroStep, StepReport
 from tests.unit.trainer import cells
 from tests.unit.trainer.cells import LocalCell
