@@ -55,7 +55,7 @@ class Listener:
     """Who is told of what happens to a step."""
 
     progressed: Callable[[int], None]
-    """The number of micro-steps that nobody has claimed, whenever it changes."""
+    """The number of micro-steps that nobody has claimed: whenever it changes, and when groups were told."""
     failed: Callable[[str], None]
     """The step failed while more groups were expected. (Afterwards ``train`` raises.)"""
 
@@ -146,7 +146,7 @@ class StepInFlight:
             self.fail(error)
             return
         self._keep_time()
-        if self._num_unclaimed != self._queue.num_unclaimed:
+        if self._num_unclaimed != self._queue.num_unclaimed or isinstance(event, Told):
             self._num_unclaimed = self._queue.num_unclaimed
             self.listener.progressed(self._num_unclaimed)
         for grant in grants:

@@ -185,6 +185,21 @@ async def test_a_step_is_trained_once_its_last_portion_is_in(tmp_path: Path) -> 
     await world.perform(FinishJob(JobStatus.FINISHED, ""))
 
 
+async def test_each_portion_is_answered_with_what_is_unclaimed(tmp_path: Path) -> None:
+    """The scheduler counts a group that it told as unclaimed until it hears of it."""
+    world = World(tmp_path, satellites=False)
+
+    async def one_micro_step(group_id: str) -> list[str]:
+        return [f"data of {group_id}"]
+
+    world.shard.micro_steps = one_micro_step  # type: ignore[method-assign]
+    for group, num_missing in (("g0", 2), ("g1", 1)):
+        world.events.clear()
+        await world.perform(TrainStep(1, (group,), 0, num_missing=num_missing))
+        assert world.events == [TrainingProgressed(1, 0)]  # the core took it at once
+        await until(lambda: len(world.sides[make_cell_id(0)].keys) == 3 - num_missing)  # noqa: B023
+
+
 async def test_a_satellite_takes_part_from_its_drain_to_its_return(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.switch(1, CellRole.TRAIN)
