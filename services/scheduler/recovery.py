@@ -120,10 +120,11 @@ class Replay:
     def todo(self) -> list[Todo]:
         """The decisions that are to be performed again, groups that are to be opened first.
 
-        All portions of the step in flight are: the performer that was told of them is gone.
+        All portions of the step in flight are: the performer that was told of them is gone. Of equal decisions only
+        the last is awaited; the others' marks were lost.
         """
-        due = [one for one in self._unperformed if self.state.awaits(one.action)]
-        return sorted(due, key=lambda one: not isinstance(one.action, OpenGroup))
+        due = {one.action: one for one in self._unperformed if self.state.awaits(one.action)}
+        return sorted(due.values(), key=lambda one: (not isinstance(one.action, OpenGroup), one.sequence, one.position))
 
     def recovered(self) -> Recovered:
         """What a new performer needs to know of the job."""

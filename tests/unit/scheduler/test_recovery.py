@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from services.scheduler.actor import JobScheduler
 from services.scheduler.codec import encode
 from services.scheduler.events import CellDrained
 from services.scheduler.journal import JOURNAL_NAME, read_journal
-from services.scheduler.options import JobOptions, Policy, PolicyMode
+from services.scheduler.options import ElasticRule, JobOptions, Policy, PolicyMode
 from services.scheduler.recovery import Replay
 from services.scheduler.types import LoggedEvent
 from services.trajectory.outcome import OUTCOME_TABLE
@@ -37,7 +39,8 @@ def job(seed: int) -> JobOptions:
         eval_every=2,
         eval_at_end=True,
         max_concurrent_runs=rng.choice((3, 100)),
-        policy=Policy(rng.choice((PolicyMode.ELASTIC, PolicyMode.COLOCATE)), streaming=rng.random() < 0.5),
+        policy=Policy(rng.choice(list(PolicyMode)), streaming=rng.random() < 0.5, rule=rng.choice(list(ElasticRule))),
+        num_cells=rng.choice((2, 3)),
     )
 
 
@@ -52,7 +55,7 @@ def check_end(world: LastingWorld, status: dict[str, Any]) -> None:
     retries = sum(OUTCOME_TABLE[task.result()].max_retries > 0 for task in world.attempts.values() if task.done())
     assert sum(status["retries"].values()) <= retries
     assert sum(status["outcomes"].values()) == status["ended"]
-    assert set(world.versions.values()) == {4}
+    assert max(world.versions.values()) == 4
     assert world.saved >= {2, 4}
 
 
@@ -76,6 +79,7 @@ async def test_a_job_ends_the_same_however_often_its_scheduler_is_killed(seed: i
     if fault_rate == 0.0:
         assert {name: status[name] for name in COUNTS} == {name: expected[name] for name in COUNTS}
         assert world.marked == undisturbed.marked
+        assert world.versions == undisturbed.versions
         assert {key: value.reward_mean for key, value in world.evaluations.items()} == {
             key: value.reward_mean for key, value in undisturbed.evaluations.items()
         }
@@ -178,6 +182,20 @@ async def test_a_torn_journal_goes_on_from_what_is_left(tmp_path: Path) -> None:
     status = await lives.live()
     assert status["status"] == "finished"
     assert set(world.num_executed.values()) == {1}
+
+
+@pytest.mark.parametrize("seed", [23, 40, 44, 61])
+async def test_lost_marks_cost_work_and_nothing_else(seed: int, tmp_path: Path) -> None:
+    """Each time all marks are gone; a decision that the core does not await is not taken for a later equal one."""
+    world = LastingWorld(job(seed), seed)
+    lives = Lives(world, tmp_path)
+    status = await lives.live(20)
+    while not status["done"]:
+        with contextlib.closing(sqlite3.connect(tmp_path / JOURNAL_NAME)) as db, db:
+            db.execute("DELETE FROM performed")
+        status = await lives.live(20 if lives.num_lives < 8 else None)
+    check_end(world, status)
+    check_journal(tmp_path, lives.num_lives)
 
 
 async def test_the_performer_learns_where_the_job_stands(tmp_path: Path) -> None:
