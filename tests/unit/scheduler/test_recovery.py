@@ -184,7 +184,7 @@ async def test_a_torn_journal_goes_on_from_what_is_left(tmp_path: Path) -> None:
     assert set(world.num_executed.values()) == {1}
 
 
-@pytest.mark.parametrize("seed", [23, 40, 44, 61])
+@pytest.mark.parametrize("seed", [3, 102, 118, 139])
 async def test_lost_marks_cost_work_and_nothing_else(seed: int, tmp_path: Path) -> None:
     """Each time all marks are gone; a decision that the core does not await is not taken for a later equal one."""
     world = LastingWorld(job(seed), seed)
