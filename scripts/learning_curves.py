@@ -239,8 +239,8 @@ def print_verdict(verdict: dict[str, Any]) -> None:
             f"mean staleness {found['staleness_mean_steps']:.3f}"
         )
     print(
-        f"between the {verdict['num_seeds']} seeds of a policy: standard deviation {verdict['seed_sd']:.3f}; differences "
-        f"up to {verdict['margin']:.3f} are no more than seeds make ({verdict['confidence']:.0%})"
+        f"between the {verdict['num_seeds']} seeds of a policy: standard deviation {verdict['seed_sd']:.3f}; "
+        f"differences up to {verdict['margin']:.3f} are no more than seeds make ({verdict['confidence']:.0%})"
     )
     for pair, found in verdict["pairs"].items():
         print(f"{pair}: {found['difference']:+.3f}, {'overlap' if found['overlaps'] else 'DO NOT OVERLAP'}")

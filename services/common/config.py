@@ -77,7 +77,10 @@ def _describe(error: ValidationError, model: type[BaseModel], source: str) -> st
 
 
 def _nearest(name: str, model: type[BaseModel]) -> str:
-    near = difflib.get_close_matches(name, sorted(_field_names(model)), n=1, cutoff=0.6)
+    known = _field_names(model)
+    if name in known:  # of another section, or of another choice
+        return ""
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

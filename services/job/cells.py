@@ -23,7 +23,7 @@ Emit = Callable[[Event], None]
 POLL_S = 1.0
 RESTART_PAUSE_S = 2.0
 START_MARGIN_S = 60.0  # what a cell needs besides its engine: a process, imports, its first answer
-_POLL_TIMEOUT_S = 60.0
+POLL_TIMEOUT_S = 60.0
 _RESTART_TIMEOUT_S = 120.0
 _MAX_FAILED_STARTS = 3
 
@@ -133,12 +133,21 @@ class Cells:
         while True:
             await asyncio.sleep(POLL_S)
             num_updates = self._num_updates[cell_id]
-            async with asyncio.timeout(_POLL_TIMEOUT_S):
-                status: CellStatus = await self._actors[cell_id].status.remote()
+            status = await self._look_at(self._actors[cell_id])
             is_settled = num_updates % 2 == 0 and num_updates == self._num_updates[cell_id]
             if status.slots != slots and is_settled and status.version >= 0:
                 slots = status.slots
                 emit(_report(status))
+
+    async def _look_at(self, actor: Any) -> CellStatus:
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                status: CellStatus = await actor.status.remote()
+                return status
+        except TimeoutError:
+            raise EngineError(
+                f"the cell gave no answer within {POLL_TIMEOUT_S:g} s.", "It is taken back when it answers."
+            ) from None
 
 
 def _report(status: CellStatus) -> CellReported:

@@ -145,7 +145,13 @@ def load_job_config(path: Path, overrides: list[str]) -> JobConfig:
         raise ConfigError(
             "rollout.sampling.temperature is 0: greedy answers have nothing to learn from.", "Use 0.7 to 1.0."
         )
-    policy = config.scheduler.policy
+    policy, num_cells = config.scheduler.policy, config.rollout.cells.num_cells
+    if isinstance(policy, AsyncPolicy) and policy.train_cells >= num_cells:
+        raise ConfigError(
+            f"scheduler.policy.train_cells is {policy.train_cells} of {num_cells} cells (rollout.cells.num_cells): no "
+            "cell is left to serve.",
+            "Lower it, raise rollout.cells.num_cells, or choose colocate or elastic, where the same cells do both.",
+        )
     if isinstance(policy, AsyncPolicy) and policy.train_cells > len(training_cells(config)):
         raise ConfigError(
             f"scheduler.policy.train_cells is {policy.train_cells}, and {len(training_cells(config))} of the cells "

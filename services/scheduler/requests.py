@@ -80,7 +80,8 @@ def _undrain(state: JobState, request: UndrainRequested) -> None:
     cell.is_held = state.is_inside_burst
     cell.note_update_attempts(0)
     if cell.version != state.version:
-        cell.mark_stale(f"was drained, holds version {cell.version}")
+        holds = f"version {cell.version}" if cell.version >= 0 else "no weights"
+        cell.mark_stale(f"was drained, holds {holds}")
 
 
 # -- switch -----------------------------------------------------------------------------------------------------------

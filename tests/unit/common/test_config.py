@@ -63,6 +63,14 @@ def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
         ("proxy.port=7000 scheduler.grpc_port=7000", "both 7000"),
         ("eval.every=2", "tasks.heldout"),
         ("proxy.host=0.0.0.0", "admin_token"),
+        (
+            "scheduler.policy.mode=async scheduler.policy.train_cells=2 trainer.satellites=true",
+            "no cell is left to serve",
+        ),
+        (
+            "scheduler.policy.mode=async scheduler.policy.train_cells=2 rollout.cells.num_cells=3",
+            "1 of the cells can train",
+        ),
     ],
 )
 def test_sections_that_contradict_each_other_are_refused(tmp_path: Path, overrides: str, expected: str) -> None:
@@ -86,6 +94,13 @@ def test_an_empty_section_takes_overrides(tmp_path: Path) -> None:
 def test_an_unknown_key_of_a_choice_names_its_neighbour(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'rank'"):
         load_config(JobConfig, write(tmp_path, MINIMAL), ["trainer.tune={kind: lora, rnk: 4}"])
+
+
+def test_a_key_of_another_choice_is_not_its_own_neighbour(tmp_path: Path) -> None:
+    overrides = ["scheduler.policy.mode=colocate", "scheduler.policy.train_cells=2"]
+    with pytest.raises(ConfigError, match="train_cells: unknown key") as refused:
+        load_config(JobConfig, write(tmp_path, MINIMAL), overrides)
+    assert "did you mean" not in str(refused.value)
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -227,6 +227,23 @@ async def test_a_cell_that_was_up_and_does_not_start_again_is_lost_for_good(worl
     assert world.events[-1].reason.startswith("no memory.")
 
 
+async def test_a_cell_that_gives_no_answer_is_lost_and_taken_back_when_it_does(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells_module, "POLL_TIMEOUT_S", 0.01)
+    status = CellStatus("cell-0", CellState.STALE, -1, True, 0, 4)
+    world.cell.status = Method(status, for_ever, status)
+    world.limit_cells(1)
+    attending = asyncio.create_task(world.performer().attend(world.events.append))
+    await until(lambda: len(world.events) == 3)
+    attending.cancel()
+    joined, lost, again = world.events
+    assert joined == again == CellJoined("cell-0", 4, CellKind.CORE)
+    assert isinstance(lost, CellLost)
+    assert lost.may_return
+    assert "gave no answer within 0.01 s" in lost.reason
+
+
 async def test_an_actor_without_restarts_does_not_come_back() -> None:
     actor = Actor(__ray_ready__=Method(unavailable(), ActorDiedError()))
     assert not await cells_module.comes_back(actor)
