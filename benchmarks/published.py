@@ -46,7 +46,8 @@ _ONE_STEP = {"scheduler.steps_per_burst": 1, "scheduler.carry_over_steps": 1.5}
 """Both have mean staleness phi + (mu - 1)/2 = 1.5."""
 
 
-def _policy(mode: str, *, streaming: bool, **more: Any) -> dict[str, Any]:
+def policy(mode: str, *, streaming: bool, **more: Any) -> dict[str, Any]:
+    """The change of a configuration that sets its policy."""
     return {"scheduler.policy": {"mode": mode, "streaming": streaming, **more}}
 
 
@@ -57,17 +58,17 @@ def rows() -> dict[str, dict[str, Any]]:
     split with streaming. E2's cells are twice as large: ``scale`` doubles.
     """
     return {
-        "A0": {**_TWO_STEPS, **_policy("async", streaming=False, train_cells=4)},
-        "A1": {**_TWO_STEPS, **_policy("async", streaming=False, train_cells=5)},
-        "A2": {**_TWO_STEPS, **_policy("async", streaming=False, train_cells=2)},
-        "A3": {**_ONE_STEP, **_policy("async", streaming=True, train_cells=5)},
-        "C0": {**_ONE_STEP, **_policy("colocate", streaming=False)},
-        "C1": {**_TWO_STEPS, **_policy("colocate", streaming=False)},
-        "C2": {**_TWO_STEPS, **_policy("colocate", streaming=True)},
-        "C3": {**_ONE_STEP, **_policy("colocate", streaming=True)},
-        "E0": {**_TWO_STEPS, **_policy("elastic", streaming=True)},
-        "E1": {**_ONE_STEP, **_policy("elastic", streaming=True)},
-        "E2": {**_TWO_STEPS, **_policy("elastic", streaming=True), "scale": 2},
+        "A0": {**_TWO_STEPS, **policy("async", streaming=False, train_cells=4)},
+        "A1": {**_TWO_STEPS, **policy("async", streaming=False, train_cells=5)},
+        "A2": {**_TWO_STEPS, **policy("async", streaming=False, train_cells=2)},
+        "A3": {**_ONE_STEP, **policy("async", streaming=True, train_cells=5)},
+        "C0": {**_ONE_STEP, **policy("colocate", streaming=False)},
+        "C1": {**_TWO_STEPS, **policy("colocate", streaming=False)},
+        "C2": {**_TWO_STEPS, **policy("colocate", streaming=True)},
+        "C3": {**_ONE_STEP, **policy("colocate", streaming=True)},
+        "E0": {**_TWO_STEPS, **policy("elastic", streaming=True)},
+        "E1": {**_ONE_STEP, **policy("elastic", streaming=True)},
+        "E2": {**_TWO_STEPS, **policy("elastic", streaming=True), "scale": 2},
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from services.common.errors import ConfigError
 from services.common.ids import JobId
 from services.scheduler.config import AsyncPolicy, ElasticPolicy, SchedulerConfig
+from services.scheduler.policy import homogeneous_cadence
 
 
 class PolicyMode(StrEnum):
@@ -61,7 +62,7 @@ class Policy:
     """``async``: cells that only train, the core included."""
     rule: ElasticRule = ElasticRule.PAPER
     """``elastic``."""
-    window_bursts: int = 4
+    window_bursts: int = 2
     """``sorted``: bursts inside whose tasks the order may change."""
 
 
@@ -110,7 +111,8 @@ class JobOptions:
     def window_groups(self) -> int:
         """Groups inside which the order of tasks is rearranged; 0: it is not."""
         is_sorted = self.policy.mode is PolicyMode.ELASTIC and self.policy.rule is ElasticRule.SORTED
-        return self.policy.window_bursts * self.steps_per_burst * self.groups_per_step if is_sorted else 0
+        steps = homogeneous_cadence(self.carry_over_steps, self.steps_per_burst)[1]
+        return self.policy.window_bursts * steps * self.groups_per_step if is_sorted else 0
 
     def __post_init__(self) -> None:
         if not self.task_names:
@@ -154,5 +156,5 @@ def policy_of(config: SchedulerConfig) -> Policy:
         streaming=chosen.streaming,
         train_cells=chosen.train_cells if isinstance(chosen, AsyncPolicy) else 1,
         rule=ElasticRule(chosen.rule) if isinstance(chosen, ElasticPolicy) else ElasticRule.PAPER,
-        window_bursts=chosen.window_bursts if isinstance(chosen, ElasticPolicy) else 4,
+        window_bursts=chosen.window_bursts if isinstance(chosen, ElasticPolicy) else 2,
     )

@@ -24,6 +24,17 @@ def outstanding_target(
     return target, f"Q = (phi + mu) * B = ({carry_over_steps:g} + {steps_per_burst}) * {groups_per_step} = {target}"
 
 
+def homogeneous_cadence(carry_over_steps: float, steps_per_burst: int) -> tuple[float, int]:
+    """(phi, mu) with the same mean staleness ``phi + (mu - 1)/2`` and as little carry-over as there can be.
+
+    A burst without carry-over waits for its slowest group, which costs little where its groups take about as long;
+    and all of its groups run at once, which is more of them than with carry-over.
+    """
+    mean_staleness = carry_over_steps + (steps_per_burst - 1) / 2
+    steps = math.floor(2 * mean_staleness + 1e-9) + 1
+    return max(0.0, mean_staleness - (steps - 1) / 2), steps
+
+
 def groups_to_dispatch(target: int, num_outstanding: int) -> tuple[int, str]:
     """Groups that top the outstanding ones (unfinished, or ready but untrained) up to Q at a burst boundary."""
     missing = max(0, target - num_outstanding)

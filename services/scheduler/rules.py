@@ -100,7 +100,8 @@ def _cross_boundary(state: JobState) -> bool:
     state.options, state.pending_policy = state.next_options, None
     options = state.options
     state.status, state.at_boundary = JobStatus.RUNNING, False
-    state.burst_done, state.burst_steps = 0, min(options.steps_per_burst, state.steps_left)
+    phi, mu = state.cadence()
+    state.burst_done, state.burst_steps = 0, min(mu, state.steps_left)
     state.departures_are_over = False
     for cell in state.cells:
         cell.is_held = False
@@ -108,9 +109,7 @@ def _cross_boundary(state: JobState) -> bool:
         if state.step > 0 and state.exported_step != state.step:
             state.save_checkpoint("resumed where a held-out pass is due", export=True)
         state.open_evaluation()
-    target, why_target = policy.outstanding_target(
-        options.groups_per_step, options.steps_per_burst, options.carry_over_steps, state.steps_left
-    )
+    target, why_target = policy.outstanding_target(options.groups_per_step, mu, phi, state.steps_left)
     num_groups, why = policy.groups_to_dispatch(target, state.book.num_outstanding)
     place_core_after_burst(state, num_groups * options.group_size)
     state.open_training_groups(num_groups, f"burst boundary at step {state.step}: {why}; {why_target}")

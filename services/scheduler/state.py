@@ -7,6 +7,7 @@ in, a decision that is due is made, and one that is under way is not made twice.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ from services.scheduler.types import Counters, JobStatus, ReadyGroup, ResumeStat
 from services.scheduler.views import make_snapshot
 from services.trajectory.outcome import Outcome
 
+SHARE_OF_KNOWN_TASKS = 0.75
+"""Of the next burst's tasks, whose duration has to be known before a burst goes without carry-over."""
 HISTORY_LENGTH = 40
 """Events that an ``InvariantError`` tells."""
 
@@ -90,6 +93,7 @@ class JobState:
             start.data_position,
             start.unfinished_task_indices,
             window_size=options.window_groups,
+            num_wanted=options.steps * options.groups_per_step,
         )
         self.wanted_version: int | None = start.step
         """A version that is to be published, until its publication has ended."""
@@ -102,6 +106,8 @@ class JobState:
         self.training_step: OpenStep | None = None
         self.next_step_seats = options.groups_per_step
         """Groups that the next step trains."""
+        self.staleness_sum, self.num_counted = 0, 0
+        """Staleness of the groups trained since the first burst, and their number."""
         self.departures_are_over = False
         """No further satellite leaves rollout in this burst: one had to go back."""
         self.pending_policy: PolicyRequested | None = None
@@ -210,6 +216,35 @@ class JobState:
     def next_options(self) -> JobOptions:
         """The options from the next burst boundary on."""
         return self.options if self.pending_policy is None else requests.with_policy(self.options, self.pending_policy)
+
+    def cadence(self) -> tuple[float, int]:
+        """phi and mu of the next burst.
+
+        ``sorted``: as soon as it is known how long the next tasks take, the same mean staleness without carry-over.
+        """
+        options = self.options
+        configured = (options.carry_over_steps, options.steps_per_burst)
+        if options.window_groups == 0:
+            return configured
+        phi, mu = policy.homogeneous_cadence(*configured)
+        is_within_bound = phi + mu - 1 <= options.max_staleness_steps
+        is_known = self.order.known_share(mu * options.groups_per_step) >= SHARE_OF_KNOWN_TASKS
+        if not (is_within_bound and is_known):
+            return configured
+        if mu >= self.steps_left and self._mean_staleness_after(self.steps_left) > self._mean_staleness_wanted:
+            mu = math.ceil(self.steps_left / 2)  # the last burst, in two: the change of cadence had its price
+        return phi, mu
+
+    @property
+    def _mean_staleness_wanted(self) -> float:
+        return self.options.carry_over_steps + (self.options.steps_per_burst - 1) / 2
+
+    def _mean_staleness_after(self, num_steps: int) -> float:
+        """Of all groups trained since the first burst, if all that are outstanding are trained in so many steps."""
+        size, versions = self.options.groups_per_step, self.book.num_outstanding_by_version.items()
+        carried = sum((self.step - version) * number for version, number in versions)
+        total = self.staleness_sum + carried + size * num_steps * (num_steps - 1) / 2
+        return total / max(1, self.num_counted + size * num_steps)
 
     @property
     def burst_left(self) -> int:

@@ -240,6 +240,9 @@ def _on_step_trained(state: JobState, event: StepTrained) -> None:
     state.reward_mean_by_step.append(sum(means) / len(means) if means else None)
     for group in groups:
         state.book.retire(group, GroupStatus.TRAINED)
+    if event.step > state.options.steps_per_burst:
+        state.staleness_sum += sum(state.step - group.spec.version for group in groups)
+        state.num_counted += len(groups)
     state.training_step, state.step = None, event.step
     state.next_step_seats = state.options.groups_per_step
     state.burst_done += 1

@@ -17,6 +17,7 @@ class TrainedGroup:
     """A group that was trained."""
 
     group_id: str
+    task_index: int
     step: int
     staleness_steps: int
     """Steps between the version it was dispatched under and the one that it was trained on."""

@@ -27,6 +27,7 @@ class _Group:
     """A dispatched group."""
 
     spec: GroupSpec
+    task_index: int
     duration_of: dict[str, float]
     outcome_of: dict[str, Outcome]
     """Of the runs whose last attempt ended."""
@@ -70,7 +71,7 @@ class SimRuns:
     def open_group(self, action: OpenGroup) -> None:
         spec = action.spec
         seconds = self._workload.durations(action.task_index, spec.group_id, len(spec.run_ids))
-        self._groups[spec.group_id] = _Group(spec, dict(zip(spec.run_ids, seconds, strict=True)), {})
+        self._groups[spec.group_id] = _Group(spec, action.task_index, dict(zip(spec.run_ids, seconds, strict=True)), {})
 
     def start(self, action: StartRun) -> None:
         run_id = action.run_id
@@ -180,7 +181,7 @@ class SimRuns:
         durations_s = tuple(
             group.duration_of[run_id] for run_id, outcome in group.outcome_of.items() if OUTCOME_TABLE[outcome].trained
         )
-        return TrainedGroup(group_id, step, step - 1 - group.spec.version, durations_s)
+        return TrainedGroup(group_id, group.task_index, step, step - 1 - group.spec.version, durations_s)
 
     def _rng(self, *key: str | int) -> random.Random:
         """Randomness that belongs to a key, whatever else was drawn."""
