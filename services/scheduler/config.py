@@ -34,7 +34,7 @@ class ElasticPolicy(_PolicyConfig):
     mode: Literal["elastic"] = "elastic"
     rule: Literal["paper", "sorted"] = "paper"
     """``paper``: QwenGyre's rules. ``sorted``: the same, but tasks that take about as long are dispatched together."""
-    window_bursts: int = Field(default=2, ge=1)
+    window_bursts: int = Field(default=3, ge=1)
     """``sorted``: so many bursts' tasks are rearranged at a time; each comes at most so many bursts early or late."""
 
 

@@ -62,7 +62,7 @@ class Policy:
     """``async``: cells that only train, the core included."""
     rule: ElasticRule = ElasticRule.PAPER
     """``elastic``."""
-    window_bursts: int = 2
+    window_bursts: int = 3
     """``sorted``: bursts inside whose tasks the order may change."""
 
 
@@ -156,5 +156,5 @@ def policy_of(config: SchedulerConfig) -> Policy:
         streaming=chosen.streaming,
         train_cells=chosen.train_cells if isinstance(chosen, AsyncPolicy) else 1,
         rule=ElasticRule(chosen.rule) if isinstance(chosen, ElasticPolicy) else ElasticRule.PAPER,
-        window_bursts=chosen.window_bursts if isinstance(chosen, ElasticPolicy) else 2,
+        window_bursts=chosen.window_bursts if isinstance(chosen, ElasticPolicy) else 3,
     )
