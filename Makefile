@@ -25,6 +25,14 @@ test: setup  ## All tests that run here, end to end included
 test-unit: setup  ## Only the unit tests (a minute)
 	$(BIN)/python -m pytest tests/unit
 
+.PHONY: test-scheduler
+test-scheduler: setup  ## The scheduler's state machine under 100,000 random events (some minutes)
+	TIDEGATE_EXAMPLES=2000 $(BIN)/python -m pytest tests/unit/scheduler/test_state_machine.py tests/unit/scheduler/test_order.py
+
+.PHONY: bench-elastic
+bench-elastic: setup  ## Elastic scheduling against the published figures (a minute)
+	$(BIN)/python -m benchmarks.elastic
+
 .PHONY: lint
 lint: setup  ## Style, import contracts, freshness of generated code
 	$(BIN)/ruff check .
