@@ -493,7 +493,9 @@ class World:
         assert not any(isinstance(action, SaveCheckpoint | MarkBest) for action in self.pending)
         if self.finish.status == "finished":
             self.check_best()
-        open_groups = set(self.specs) - set(self.ends) - self.ready
+        abandoned = set(self.in_step)  # told of a step that was never complete
+        assert abandoned <= set(self.state.book.ready), "groups of an abandoned step are kept ready"
+        open_groups = set(self.specs) - set(self.ends) - self.ready - abandoned
         assert not open_groups, f"groups without an end: {open_groups}"
         for spec in self.specs.values():
             if self.ends.get(spec.group_id) == "trained":
