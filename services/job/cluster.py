@@ -17,6 +17,7 @@ from ray import serve
 from services.common.errors import MachineError
 from services.common.names import RAY_NAMESPACE
 from services.job.config import JobConfig, RayConfig, training_cells
+from services.job.process import signals_interrupt
 
 _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # several processes share the cores; each sets its own number after its start
@@ -61,7 +62,8 @@ def ray_cluster(config: RayConfig) -> Iterator[bool]:
         reason = str(error).strip().rstrip(".")
         raise MachineError(f"cannot {'join' if address else 'start'} Ray: {reason}.", hint) from error
     try:
-        yield not address
+        with signals_interrupt():  # again: Ray took SIGTERM for itself
+            yield not address
     finally:
         ray.shutdown()
 
