@@ -81,8 +81,6 @@ class Cells(Protocol):
 class StepInFlight:
     """One step, from its first portion on. ``report`` is set when it is trained, or has failed."""
 
-    """A step in flight: its queue, its micro-steps, and what is awaited of it."""
-
     def __init__(self, cells: Cells, queue: WorkQueue, first: Portion, listener: Listener) -> None:
         self.number = first.step
         self.listener = listener
