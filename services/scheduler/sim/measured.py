@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -28,21 +28,12 @@ class MeasuredJob:
     """From its first publication to the end of its last step."""
 
 
-def config_from_job(folder: Path) -> SimConfig:
-    """The simulation of a job whose folder this is. Raises as ``measure_job``."""
-    return measure_job(folder).config
-
-
 def measure_job(folder: Path) -> MeasuredJob:
     """Measure a job from its journal.
 
     Raises ``NotFoundError`` for a folder without one, ``ConfigError`` for a job in which no step ended.
     """
-    return measure(_records(folder), str(folder))
-
-
-def _records(folder: Path) -> Iterator[LoggedEvent]:
-    return read_journal(folder)
+    return measure(read_journal(folder), str(folder))
 
 
 @dataclass(slots=True)
@@ -188,7 +179,7 @@ def _scheduler_section(options: JobOptions) -> dict[str, Any]:
     if chosen.mode is PolicyMode.ASYNC:
         policy["train_cells"] = chosen.train_cells
     elif chosen.mode is PolicyMode.ELASTIC:
-        policy["rule"] = chosen.rule.value
+        policy |= {"rule": chosen.rule.value, "window_bursts": chosen.window_bursts}
     return {
         "policy": policy,
         "groups_per_step": options.groups_per_step,

@@ -14,7 +14,7 @@ from services.scheduler.events import Event
 from services.scheduler.journal import Journal
 from services.scheduler.sim.config import MeasuredWorkload, SimConfig
 from services.scheduler.sim.engine import Simulation, make_options, simulate
-from services.scheduler.sim.measured import config_from_job, measure_job
+from services.scheduler.sim.measured import measure_job
 from services.scheduler.sim.result import SimResult
 from tests.unit.scheduler.sim.helpers import config
 
@@ -66,7 +66,7 @@ def test_a_measured_job_is_predicted(tmp_path: Path, policy: dict[str, Any]) -> 
 
 def test_costs_are_those_of_the_job(tmp_path: Path) -> None:
     write_job(tmp_path, config(steps=8, cells=1, slots=8, sigma=0.3, **COSTS))
-    found = config_from_job(tmp_path)
+    found = measure_job(tmp_path).config
     system = found.system
     for name in ("switch_to_train_s", "switch_to_rollout_s", "publish_s", "optimizer_s", "score_s", "checkpoint_s"):
         assert getattr(system, name) == pytest.approx(COSTS[name], abs=1e-3), name
@@ -82,7 +82,7 @@ def test_a_duration_counts_neither_standing_still_nor_sharing_slots(tmp_path: Pa
     failures = {"cell_mtbf_s": 900.0, "cell_repair_s": 60.0}
     sim_config = config(steps=8, cells=3, phi=1.0, sigma=0.5, policy=policy, **COSTS, **failures)
     real = write_job(tmp_path, sim_config)
-    found = config_from_job(tmp_path).workload
+    found = measure_job(tmp_path).config.workload
     assert isinstance(found, MeasuredWorkload)
     assert real.counts.moved_runs > 0
     for group in real.groups:
@@ -91,7 +91,7 @@ def test_a_duration_counts_neither_standing_still_nor_sharing_slots(tmp_path: Pa
 
 def test_lost_groups_are_lost_again(tmp_path: Path) -> None:
     real = write_job(tmp_path, config(steps=8, cells=2, phi=1.0, sigma=0.5, group_loss_probability=0.3, **COSTS))
-    found = config_from_job(tmp_path)
+    found = measure_job(tmp_path).config
     assert isinstance(found.workload, MeasuredWorkload)
     assert len(found.workload.lost_groups) == real.counts.lost_groups > 0
     again = simulate(found)
@@ -101,7 +101,7 @@ def test_lost_groups_are_lost_again(tmp_path: Path) -> None:
 
 def test_cells_keep_their_kinds_and_slots(tmp_path: Path) -> None:
     write_job(tmp_path, config(steps=2, cells=3, slots=[2, 3, 5], standalone=1, phi=1.0))
-    pool = config_from_job(tmp_path).pool
+    pool = measure_job(tmp_path).config.pool
     assert (pool.num_cells, pool.standalone_cells, pool.slots) == (3, 1, (2, 3, 5))
 
 
