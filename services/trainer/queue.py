@@ -22,7 +22,7 @@ _MAX_CLAIMS_PER_RANK = 4
 """Micro-steps that a cell claims at once, for each of its ranks: so many share a forward where they are small."""
 
 
-class Task(StrEnum):
+class GrantKind(StrEnum):
     """What a cell is to do."""
 
     ACCUMULATE = "accumulate"
@@ -43,7 +43,7 @@ class Task(StrEnum):
 class Grant:
     grant_id: int
     cell_id: str
-    task: Task
+    kind: GrantKind
     keys: tuple[str, ...] = ()
     source: int = -1
 
@@ -167,7 +167,7 @@ class WorkQueue:
                 self._members.setdefault(cell_id, _Member())  # of one that joins twice, its reports tell the rest
             case Left(cell_id):
                 if self._remove(cell_id, now_s):
-                    grants.append(self._grant(cell_id, Task.DISCARD))
+                    grants.append(self._grant(cell_id, GrantKind.DISCARD))
             case Summed() | HandedIn() | Failed():
                 grants += self._end(event, now_s)
         return [*grants, *self._hand_out(now_s)]
@@ -193,7 +193,7 @@ class WorkQueue:
                 self._count(keys, now_s)
             case Summed(_, keys):
                 if not self._keep(cell_id, keys, now_s):
-                    return [self._grant(cell_id, Task.DISMISS)]
+                    return [self._grant(cell_id, GrantKind.DISMISS)]
             case HandedIn(grant_id, keys):
                 self._take_in(cell_id, grant_id, keys, now_s)
             case Failed():
@@ -250,7 +250,7 @@ class WorkQueue:
             self._remove(cell_id, now_s)
         for cell_id in self._members.keys() - at_work:
             self._board.renew(cell_id, now_s)
-        return [self._grant(cell_id, Task.DISMISS) for cell_id in late]
+        return [self._grant(cell_id, GrantKind.DISMISS) for cell_id in late]
 
     # -- grants --
 
@@ -272,7 +272,7 @@ class WorkQueue:
         if self._board.open_ids:
             return self._claim(self._core_id, now_s)
         if self._is_told and self._board.is_complete:
-            return self._grant(self._core_id, Task.UPDATE, self._keys)
+            return self._grant(self._core_id, GrantKind.UPDATE, self._keys)
         return None
 
     def _absorb(self, cell_id: str, member: _Member, now_s: float) -> Grant:
@@ -281,7 +281,7 @@ class WorkQueue:
         assert lease is not None
         keys = [self._keys[claim_id] for claim_id in sorted(lease.claim_ids)]
         self._board.transfer(cell_id, self._core_id, now_s)
-        grant = self._grant(self._core_id, Task.ABSORB, keys, member.handed_in)
+        grant = self._grant(self._core_id, GrantKind.ABSORB, keys, member.handed_in)
         member.handed_in = -1
         return grant
 
@@ -292,7 +292,7 @@ class WorkQueue:
             return self._claim(cell_id, now_s)
         if self._is_told and self._board.lease_of(cell_id) is not None:
             self._board.renew(cell_id, now_s)
-            return self._grant(cell_id, Task.COLLECT)
+            return self._grant(cell_id, GrantKind.COLLECT)
         return None
 
     def _claim(self, cell_id: str, now_s: float) -> Grant:
@@ -302,8 +302,8 @@ class WorkQueue:
         number = max(self._num_ranks, min(share, _MAX_CLAIMS_PER_RANK * self._num_ranks))
         taken = self._board.claim(cell_id, open_ids[:number], now_s)
         self._counted_by.update(dict.fromkeys(taken, cell_id))
-        return self._grant(cell_id, Task.ACCUMULATE, [self._keys[claim_id] for claim_id in taken])
+        return self._grant(cell_id, GrantKind.ACCUMULATE, [self._keys[claim_id] for claim_id in taken])
 
-    def _grant(self, cell_id: str, task: Task, keys: Iterable[str] = (), source: int = -1) -> Grant:
+    def _grant(self, cell_id: str, kind: GrantKind, keys: Iterable[str] = (), source: int = -1) -> Grant:
         self._num_grants += 1
-        return Grant(self._num_grants, cell_id, task, tuple(keys), source)
+        return Grant(self._num_grants, cell_id, kind, tuple(keys), source)

@@ -23,7 +23,7 @@ from services.trainer.commands import (
     Update,
     WeightSnapshot,
 )
-from services.trainer.queue import Failed, Grant, HandedIn, Summed, Task, Ticked, Told, WorkEvent, WorkQueue
+from services.trainer.queue import Failed, Grant, GrantKind, HandedIn, Summed, Ticked, Told, WorkEvent, WorkQueue
 from services.trainer.types import StepReport
 
 _TICK_S = 1.0
@@ -151,7 +151,7 @@ class StepInFlight:
             self._start(grant)
 
     def _start(self, grant: Grant) -> None:
-        if grant.task is Task.DISMISS:
+        if grant.kind is GrantKind.DISMISS:
             self._cells.run(self._dismiss(grant))
         else:
             self._cells.run(self._perform(grant, self._command(grant)))
@@ -183,7 +183,7 @@ class StepInFlight:
         try:
             answer = await self._cells.ask(cell_id, command)
         except Exception as error:  # or nobody would hear of it, and the step would hang
-            if grant.task is Task.DISCARD:
+            if grant.kind is GrantKind.DISCARD:
                 return
             if cell_id == self._cells.core_id:
                 self.fail(_as_step_error(error))
@@ -211,14 +211,14 @@ class StepInFlight:
         refs = tuple(self._refs[key] for key in grant.keys)
         of_step = (self.number, self._epoch)
         of_weights = (self._first.version, self._first.temperature)
-        match grant.task:
-            case Task.ACCUMULATE:
+        match grant.kind:
+            case GrantKind.ACCUMULATE:
                 return Accumulate(*of_step, *of_weights, refs)
-            case Task.COLLECT:
+            case GrantKind.COLLECT:
                 return Collect(*of_step)
-            case Task.ABSORB:
+            case GrantKind.ABSORB:
                 return Absorb(*of_step, self._gradients.pop(grant.source))
-            case Task.UPDATE:
+            case GrantKind.UPDATE:
                 return Update(*of_step, *of_weights, refs)
             case _:
                 return Discard()

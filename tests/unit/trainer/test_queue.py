@@ -11,11 +11,11 @@ from services.common.errors import InvariantError
 from services.trainer.queue import (
     Failed,
     Grant,
+    GrantKind,
     HandedIn,
     Joined,
     Left,
     Summed,
-    Task,
     Ticked,
     Told,
     WorkEvent,
@@ -46,7 +46,7 @@ class Story:
 
     def handle(self, event: WorkEvent) -> None:
         for grant in self.queue.handle(event, self.now_s):
-            if grant.task in (Task.DISCARD, Task.DISMISS):
+            if grant.kind in (GrantKind.DISCARD, GrantKind.DISMISS):
                 self.sums[grant.cell_id] = set()
                 self.discarded.append(grant.cell_id)
                 self.grants.pop(grant.cell_id, None)
@@ -57,21 +57,21 @@ class Story:
         """A cell does what it was told."""
         grant = self.grants.pop(cell_id)
         held = self.sums[cell_id]
-        match grant.task:
-            case Task.ACCUMULATE:
+        match grant.kind:
+            case GrantKind.ACCUMULATE:
                 assert not held & set(grant.keys)
                 held |= set(grant.keys)
-            case Task.ABSORB:
+            case GrantKind.ABSORB:
                 given = self.handed_in.pop(grant.source)
                 assert given == set(grant.keys)
                 assert not held & given
                 held |= given
-            case Task.COLLECT:
+            case GrantKind.COLLECT:
                 self.handed_in[grant.grant_id] = frozenset(held)
                 self.sums[cell_id] = set()
                 self.handle(HandedIn(grant.grant_id, self.handed_in[grant.grant_id]))
                 return grant
-            case Task.UPDATE if held == set(grant.keys):
+            case GrantKind.UPDATE if held == set(grant.keys):
                 self.trained = grant.keys
                 return grant
         self.handle(Summed(grant.grant_id, frozenset(held)))
@@ -97,10 +97,10 @@ def test_claims_are_of_few_micro_steps_and_smaller_towards_the_end() -> None:
     story = Story()
     story.handle(Told(keys_of(20), is_last=True))
     sizes = []
-    while story.grants[CORE].task is Task.ACCUMULATE:
+    while story.grants[CORE].kind is GrantKind.ACCUMULATE:
         sizes.append(len(story.answer(CORE).keys))
     assert sizes == [4, 4, 4, 4, 2, 1, 1]
-    assert story.grants[CORE].task is Task.UPDATE
+    assert story.grants[CORE].kind is GrantKind.UPDATE
 
 
 def test_each_rank_of_a_cell_gets_a_micro_step() -> None:
@@ -117,16 +117,16 @@ def test_nothing_is_handed_in_or_stepped_while_groups_are_missing() -> None:
     story.answer("cell-1")
     assert story.grants == {}
     story.handle(Told((), is_last=True))
-    assert {cell_id: grant.task for cell_id, grant in story.grants.items()} == {"cell-1": Task.COLLECT}
+    assert {cell_id: grant.kind for cell_id, grant in story.grants.items()} == {"cell-1": GrantKind.COLLECT}
     story.answer("cell-1")
-    assert story.answer(CORE).task is Task.ABSORB
-    assert story.grants[CORE] == Grant(story.grants[CORE].grant_id, CORE, Task.UPDATE, keys_of(2))
+    assert story.answer(CORE).kind is GrantKind.ABSORB
+    assert story.grants[CORE] == Grant(story.grants[CORE].grant_id, CORE, GrantKind.UPDATE, keys_of(2))
 
 
 def test_a_step_without_micro_steps_is_stepped() -> None:
     story = Story()
     story.handle(Told((), is_last=True))
-    assert story.grants[CORE].task is Task.UPDATE
+    assert story.grants[CORE].kind is GrantKind.UPDATE
 
 
 def test_a_satellite_that_fails_gives_all_that_was_not_absorbed_back() -> None:
@@ -145,7 +145,7 @@ def test_what_a_satellite_hands_in_is_refused_unless_it_is_what_it_claimed() -> 
     story.answer("cell-1")
     story.sums["cell-1"] = set()  # restarted ranks
     story.answer("cell-1")
-    assert (story.grants["cell-1"].task, story.grants["cell-1"].keys) == (Task.ACCUMULATE, ("m1",))
+    assert (story.grants["cell-1"].kind, story.grants["cell-1"].keys) == (GrantKind.ACCUMULATE, ("m1",))
 
 
 def test_a_sum_that_holds_more_than_was_claimed_is_void() -> None:
@@ -164,11 +164,11 @@ def test_a_core_that_lost_its_sum_has_it_made_again_by_all() -> None:
     story.handle(Told(keys_of(4), is_last=True))
     for cell_id in (CORE, CORE, "cell-1", CORE, "cell-1"):
         story.answer(cell_id)
-    assert story.grants[CORE].task is Task.ABSORB
+    assert story.grants[CORE].kind is GrantKind.ABSORB
     story.sums[CORE] = set()
     story.answer(CORE)
-    assert story.grants[CORE].task is Task.ACCUMULATE
-    assert story.grants["cell-1"].task is Task.ACCUMULATE
+    assert story.grants[CORE].kind is GrantKind.ACCUMULATE
+    assert story.grants["cell-1"].kind is GrantKind.ACCUMULATE
 
 
 def test_a_satellite_at_work_for_too_long_is_dismissed_and_one_that_waits_is_not() -> None:
@@ -194,10 +194,10 @@ def test_satellite_may_leave_while_its_sum_is_absorbed() -> None:
     story.answer("cell-1")
     story.answer("cell-1")
     story.answer(CORE)
-    assert story.grants[CORE].task is Task.ABSORB
+    assert story.grants[CORE].kind is GrantKind.ABSORB
     story.handle(Left("cell-1"))
     story.answer(CORE)
-    assert story.answer(CORE).task is Task.UPDATE
+    assert story.answer(CORE).kind is GrantKind.UPDATE
     assert story.trained == keys_of(2)
     assert story.queue.shares == {CORE: 1, "cell-1": 1}
 
@@ -265,7 +265,7 @@ class Cells(RuleBasedStateMachine):
     @rule()
     def gradients_die_with_their_owner(self) -> None:
         grant = self.story.grants.get(CORE)
-        if grant is not None and grant.task is Task.ABSORB:
+        if grant is not None and grant.kind is GrantKind.ABSORB:
             del self.story.grants[CORE]
             self.story.handle(Summed(grant.grant_id, frozenset(self.story.sums[CORE])))
 
