@@ -161,8 +161,7 @@ def _on_run_ended(state: JobState, event: RunEnded) -> None:
 def _end_attempt(state: JobState, run: Run, outcome: Outcome, reward: float | None) -> None:
     rule = OUTCOME_TABLE[outcome]
     state.cells.release(run.run_id)
-    # a scored outcome was retried by the runner, which evaluates the kept workspace again
-    if not rule.scored and run.attempt < rule.max_retries:
+    if rule.is_retried(run.attempt):
         state.book.requeue(run, outcome)
         return
     state.book.end(run, outcome, reward)

@@ -47,6 +47,10 @@ class OutcomeRule:
     """Further attempts of the same run after this outcome; they change none of the counters d, p, f."""
     meaning: str
 
+    def is_retried(self, attempt: int) -> bool:
+        """Whether a run has a further attempt behind this one. (A scored outcome was retried where it was scored.)"""
+        return not self.scored and attempt < self.max_retries
+
 
 OUTCOME_TABLE: dict[Outcome, OutcomeRule] = {
     Outcome.FINISHED: OutcomeRule(True, True, True, 0, "scored and trained"),

@@ -100,7 +100,7 @@ class SimRuns:
         group = self._groups[run.run_id.rpartition("-r")[0]]
         rule = OUTCOME_TABLE[run.outcome]
         self.num_lost_attempts += run.outcome is not Outcome.FINISHED
-        if rule.scored or run.attempt >= rule.max_retries:
+        if not rule.is_retried(run.attempt):
             if run.run_id in group.outcome_of:
                 raise InvariantError(f"run {run.run_id} ended twice.", self._state.history())
             group.outcome_of[run.run_id] = run.outcome
