@@ -146,11 +146,6 @@ class CellTable:
     a placement costs O(log cells).
     """
 
-    _DERIVED = (
-        *("core", "live", "rollout_slots", "switching_order", "in_transition", "leaving", "stale", "to_be_returned"),
-        *("any_about_to_serve", "any_may_return", "any_can_serve"),
-    )
-
     def __init__(self, job_id: JobId) -> None:
         self._job_id = job_id
         self._cells: dict[str, Cell] = {}
@@ -240,7 +235,7 @@ class CellTable:
 
     def changed(self) -> None:
         """The role or state of a cell changed: a new epoch of the route table, and all that follows from them."""
-        for name in self._DERIVED:
+        for name in _DERIVED:
             self.__dict__.pop(name, None)
         self._heap = None
         self._routes_changed()
@@ -383,3 +378,7 @@ class CellTable:
             + ("" if cell.is_serving or not cell.reason else f" ({cell.reason})")
             for cell in self
         )
+
+
+_DERIVED = tuple(name for name, value in vars(CellTable).items() if isinstance(value, cached_property))
+"""What is computed anew after a change of a cell."""
