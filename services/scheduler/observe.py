@@ -16,6 +16,8 @@ class Observer:
         self._state = state
         self._job = str(state.options.job_id)
         self._counted: dict[tuple[str, str], int] = {}
+        self._roles: dict[str, CellRole] = {}
+        """As they were told last."""
         self._num_steps_seen = len(state.reward_mean_by_step)
         self._count(is_first=True)
 
@@ -27,6 +29,9 @@ class Observer:
         metric("tidegate_water_level").set(state.book.water_level, job=job)
         metric("tidegate_ready_groups").set(len(state.book.ready), job=job)
         for cell in state.cells:
+            if self._roles.get(cell.cell_id) is cell.role:
+                continue
+            self._roles[cell.cell_id] = cell.role
             for role in CellRole:
                 metric("tidegate_cell_role").set(float(cell.role is role), job=job, cell=cell.cell_id, role=role.value)
         if isinstance(event, CellStale):
