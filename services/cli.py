@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -174,6 +175,11 @@ def main() -> None:
         if error.hint:
             message.print(error.hint, markup=False, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        Console(stderr=True).print("error: the name of a file or folder is too long. Check the path.", style="red")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

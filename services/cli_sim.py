@@ -25,6 +25,8 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="dotted.key=value, any number of them.")
 ]
 
+_MODE_KEY = "scheduler.policy.mode"
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the command line."""
@@ -62,7 +64,8 @@ def simulate(
 
         assert job is not None
         measured = measure_job(job)
-        sim_config = parse_config(SimConfig, measured.config.model_dump(mode="json"), list(overrides or ()), str(job))
+        data = _for_other_mode(measured.config.model_dump(mode="json"), list(overrides or ()))
+        sim_config = parse_config(SimConfig, data, list(overrides or ()), str(job))
         measured_hours = measured.hours
     if plot is not None:
         check_plot_path(plot)
@@ -73,17 +76,26 @@ def simulate(
     if plot is not None:
         plot_result(result, sum(sim_config.pool.slots_by_cell), plot)
     if as_json:
-        data = result.to_json()
+        answer = result.to_json()
         if measured_hours is not None:
-            data["measured_hours"] = measured_hours
-        data["wall"] = {"seconds": wall_s, "seconds_per_event": wall_s / result.num_events}
-        typer.echo(json.dumps(data, indent=2))
+            answer["measured_hours"] = measured_hours
+        answer["wall"] = {"seconds": wall_s, "seconds_per_event": wall_s / result.num_events}
+        typer.echo(json.dumps(answer, indent=2))
     else:
         _console().print(_result_table(result, sim_config, wall_s, measured_hours))
         if plot is not None:
             _console().print(f"drawn: {plot}", highlight=False, markup=False)
     if result.status != "finished":
         raise typer.Exit(1)
+
+
+def _for_other_mode(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """A job's configuration without the policy's keys that only its own mode has, where ``overrides`` set another."""
+    policy = data["scheduler"]["policy"]
+    modes = [value for key, _, value in (override.partition("=") for override in overrides) if key == _MODE_KEY]
+    if modes and modes[-1] != policy["mode"]:
+        data["scheduler"]["policy"] = {"streaming": policy["streaming"]}
+    return data
 
 
 def _result_table(result: SimResult, config: SimConfig, wall_s: float, measured_hours: float | None) -> Table:

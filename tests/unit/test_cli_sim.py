@@ -74,6 +74,22 @@ def test_simulate_compares_with_a_real_job(monkeypatch: pytest.MonkeyPatch, tmp_
     assert found["hours"] == pytest.approx(real.hours, rel=0.1)
 
 
+def test_a_real_job_is_simulated_under_another_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    from tests.unit.scheduler.sim.helpers import config
+
+    write_job(tmp_path, config(steps=3, sigma=0.4))
+    options = ("--job", tmp_path, "--json", "--set", "scheduler.policy.mode=colocate")
+    assert run(monkeypatch, "simulate", *options) == 0
+    assert one_object(capsys.readouterr().out)["status"] == "finished"
+
+
+def test_a_name_too_long_for_the_system_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert run(monkeypatch, "replay", "a" * 300) == 1
+    assert "too long" in capsys.readouterr().err
+
+
 def test_plan_recommends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "durations.csv"
     path.write_text("duration_s\n" + "\n".join(str(60 * number) for number in range(1, 20)))
@@ -91,6 +107,7 @@ def test_plan_recommends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     [
         (("{dir}/none.yaml",), "cannot read {dir}/none.yaml"),
         ((), "give either a configuration or --job"),
+        (("{sim}", "--set", "workload.run_sigma=.inf"), "run_sigma: Input should be a finite number"),
         (("{sim}", "--set", "steps=0"), "steps: Input should be greater than or equal to 1"),
         (("{sim}", "--set", "pool.slot=4"), "unknown key; did you mean 'slots'?"),
         (("{sim}", "--set", "steps"), "is not of the form dotted.key=value"),

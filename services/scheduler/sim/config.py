@@ -12,7 +12,7 @@ from services.scheduler.config import SchedulerConfig
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PoolConfig(_Section):
