@@ -59,7 +59,8 @@ class TaskOrder:
         self.durations = TaskDurations()
         self._num_tasks, self._seed = num_tasks, seed
         self._given_back = deque(given_back)
-        self._window_size = window_size
+        self.window_size = window_size
+        """May change at a burst boundary."""
         self._num_wanted = num_wanted
         self._window: list[int] = []
         self._is_upward = False
@@ -86,19 +87,19 @@ class TaskOrder:
         for _ in range(num_given_back):
             self._given_back.popleft()
         del self._window[: number - num_given_back]
-        if self._window_size > 0:
+        if self.window_size > 0:
             tasks.sort(key=self.durations.expected_s, reverse=True)
         return tasks
 
     def _following(self, number: int) -> list[int]:
         """The next tasks, which stay where they are. What is left of a window is sorted by what is known now."""
         missing = number - len(self._given_back)
-        if self._window_size > 0:
+        if self.window_size > 0:
             self._sort_window()
         while len(self._window) < missing:
-            size = max(1, min(self._window_size, self._num_wanted - self.position))
+            size = max(1, min(self.window_size, self._num_wanted - self.position))
             left, self._window = self._window, [self._draw() for _ in range(size)]
-            if self._window_size > 0:
+            if self.window_size > 0:
                 self._is_upward = not self._is_upward
                 self._sort_window()
             self._window = left + self._window

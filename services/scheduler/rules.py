@@ -99,6 +99,7 @@ def _cross_boundary(state: JobState) -> bool:
         return False
     state.options, state.pending_policy = state.next_options, None
     options = state.options
+    state.order.window_size = options.window_groups
     state.status, state.at_boundary = JobStatus.RUNNING, False
     phi, mu = state.cadence()
     state.burst_done, state.burst_steps = 0, min(mu, state.steps_left)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from services.scheduler import policy
 from services.scheduler.actions import FinishJob
+from services.scheduler.options import ElasticRule, policy_of
 from services.scheduler.sim.agenda import Agenda
 from services.scheduler.sim.bounds import lower_bound
 from services.scheduler.sim.config import SimConfig
@@ -106,15 +108,21 @@ class Figures:
                 system.train_per_rollout * sum(durations),
                 slots=pool.slots_by_cell,
                 num_standalone=pool.standalone_cells,
-                max_outstanding=math.ceil(
-                    (scheduler.carry_over_steps + scheduler.steps_per_burst) * scheduler.groups_per_step - 1e-9
-                ),
+                max_outstanding=self._max_outstanding(),
                 has_carry_over=scheduler.carry_over_steps > 0,
                 max_concurrent_runs=pool.max_concurrent_runs,
             ),
             groups=tuple(trained),
             timeline=self._timeline() if self.is_recorded else None,
         )
+
+    def _max_outstanding(self) -> int:
+        """Q; the larger one where the rule changes the cadence."""
+        scheduler = self._config.scheduler
+        cadences = [(scheduler.carry_over_steps, scheduler.steps_per_burst)]
+        if policy_of(scheduler).rule is ElasticRule.SORTED:
+            cadences.append(policy.homogeneous_cadence(*cadences[0]))
+        return math.ceil(max(phi + mu for phi, mu in cadences) * scheduler.groups_per_step - 1e-9)
 
     def _timeline(self) -> Timeline:
         return Timeline(
