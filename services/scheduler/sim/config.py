@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.common.config import load_config
-from services.scheduler.config import SchedulerConfig
+from services.scheduler.config import AsyncPolicy, SchedulerConfig
 
 
 class _Section(BaseModel):
@@ -166,6 +166,17 @@ class SimConfig(_Section):
     workload: WorkloadConfig = LognormalWorkload(mean_s=1800.0)
     system: SystemConfig = SystemConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _one_cell_serves(self) -> SimConfig:
+        policy, pool = self.scheduler.policy, self.pool
+        num_trainable = pool.num_cells - pool.standalone_cells
+        if isinstance(policy, AsyncPolicy) and policy.train_cells > num_trainable - (pool.standalone_cells == 0):
+            raise ValueError(
+                f"scheduler.policy.train_cells is {policy.train_cells}, but of {pool.num_cells} cells "
+                f"{num_trainable} can train, and one has to serve"
+            )
+        return self
 
 
 def load_sim_config(path: Path, overrides: list[str]) -> SimConfig:

@@ -21,6 +21,10 @@ _ASSUMED_TRAIN_SHARE = 0.3
 """Training for each cell-second of full rollout, where the user gives no figure."""
 
 
+MAX_MEAN_STALENESS_STEPS = 8
+"""A plan tries about twice as many pairs of phi and mu, each under every policy."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
     """What the user has, and wants."""
@@ -32,6 +36,11 @@ class PlanQuestion:
     def __post_init__(self) -> None:
         if self.mean_staleness_steps < 0:
             raise ConfigError(f"a mean staleness of {self.mean_staleness_steps:g} cannot be.", "Give 0 or more.")
+        if self.mean_staleness_steps > MAX_MEAN_STALENESS_STEPS:
+            raise ConfigError(
+                f"a mean staleness of {self.mean_staleness_steps:g} steps is more than a plan tries.",
+                f"Give at most {MAX_MEAN_STALENESS_STEPS}; one such setting can be simulated (tidegate simulate).",
+            )
         if self.base.pool.standalone_cells or len(set(self.base.pool.slots_by_cell)) > 1:
             raise ConfigError(
                 "a plan varies the number of cells, so all of them are alike.",

@@ -19,6 +19,7 @@ from services.scheduler.events import (
     StepTrained,
     TrainingProgressed,
 )
+from services.scheduler.sim.config import SimConfig
 from services.scheduler.sim.engine import Simulation
 from tests.unit.scheduler.sim.helpers import config, play, seconds
 
@@ -298,3 +299,10 @@ def test_a_job_that_does_not_end_tells_its_history(monkeypatch: pytest.MonkeyPat
     with pytest.raises(InvariantError, match="no end after 10 events") as error:
         simulation.run()
     assert "CellJoined" in error.value.hint
+
+
+def test_an_async_split_that_leaves_no_cell_to_serve_is_refused() -> None:
+    asynchronous = {"policy": {"mode": "async", "train_cells": 4}}
+    with pytest.raises(ValueError, match="one has to serve"):
+        SimConfig.model_validate({"pool": {"num_cells": 4}, "scheduler": asynchronous})
+    SimConfig.model_validate({"pool": {"num_cells": 5, "standalone_cells": 1}, "scheduler": asynchronous})

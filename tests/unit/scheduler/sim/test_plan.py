@@ -125,3 +125,8 @@ def test_durations_without_tasks_are_warned_of() -> None:
     asked = question(workload={"kind": "csv", "path": str(Path("durations.csv"))})
     found = answer(asked, [[seconds for row in long_tailed() for seconds in row]])
     assert any("name no task" in warning for warning in found.warnings)
+
+
+def test_a_plan_of_more_staleness_than_it_can_try_is_refused() -> None:
+    with pytest.raises(ConfigError, match="more than a plan tries"):
+        question(staleness=100.0)
