@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from services.common.errors import ConfigError
@@ -117,8 +117,8 @@ class _Log:
         if asked_s is not None:
             self.took_s[kind].append(at_s - asked_s)
 
-    def typical_s(self, kind: str) -> float:
-        return median(self.took_s[kind]) if self.took_s[kind] else 0.0
+    def mean_s(self, kind: str) -> float:
+        return fmean(self.took_s[kind]) if self.took_s[kind] else 0.0
 
 
 def measure(records: Iterable[LoggedEvent], source: str) -> MeasuredJob:
@@ -198,12 +198,12 @@ def _system_section(log: _Log, options: JobOptions) -> dict[str, float]:
     """Costs. What updates and moves cost the runs is in their durations already."""
     step_rollout_s = fmean(log.progress.duration_s.values()) * options.groups_per_step * options.group_size
     return {
-        "switch_to_train_s": log.typical_s("to_train"),
-        "switch_to_rollout_s": log.typical_s("to_rollout"),
-        "publish_s": log.typical_s("publish"),
+        "switch_to_train_s": log.mean_s("to_train"),
+        "switch_to_rollout_s": log.mean_s("to_rollout"),
+        "publish_s": log.mean_s("publish"),
         "train_per_rollout": fmean(log.work_s) / step_rollout_s if step_rollout_s > 0 else 0.0,
-        "optimizer_s": max(0.0, median(log.overhead_s or [0.0])),
-        "score_s": log.typical_s("score"),
-        "checkpoint_s": log.typical_s("save"),
+        "optimizer_s": max(0.0, fmean(log.overhead_s or [0.0])),
+        "score_s": log.mean_s("score"),
+        "checkpoint_s": log.mean_s("save"),
         "checkpoint_every": options.checkpoint_every,
     }
