@@ -115,7 +115,9 @@ def seeds_of(step: int) -> list[int]:
 @ray.remote(num_cpus=0)
 def held_back(micro_step: Any, gate: str) -> Any:
     """A micro-step that is there when the file ``gate`` is."""
+    deadline_s = time.monotonic() + 120
     while not Path(gate).exists():
+        assert time.monotonic() < deadline_s, "the test never let it go"
         time.sleep(0.02)
     return micro_step
 
