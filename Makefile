@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-DEBIAN_PACKAGES := bubblewrap socat libibverbs1 ibverbs-providers libnuma1 libcurl4
+DEBIAN_PACKAGES := bubblewrap socat libibverbs1 ibverbs-providers libnuma1 libcurl4 postgresql
 export TIDEGATE_HARNESS_DIR ?= $(CURDIR)/.harness
 export OMP_NUM_THREADS ?= 1
 
