@@ -42,5 +42,7 @@ class CanonicalRequest:
     """The client asked for a usage chunk at the end of a stream."""
     requested_sampling: dict[str, Any] = field(default_factory=dict)
     """temperature, top_p, max_tokens, stop, seed ... as the harness asked for them, under OpenAI's names."""
+    agent_id: str = ""
+    """Which of the harness's agents asks, where a header of its names it."""
     unused_fields: tuple[str, ...] = ()
     """Names of fields that were accepted and recorded, but change nothing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,52 @@ from services.trajectory.outcome import Outcome
 
 TokenIds = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
+
+
+class CallRole(StrEnum):
+    """What a call was made for. Selection takes roles in this order."""
+
+    MAIN = "main"
+    """The conversation that the run began with, and what went on from its compactions."""
+    MAIN_SUMMARY = "main_summary"
+    """A summary of the main conversation, from which the harness went on."""
+    SUBAGENT = "subagent"
+    """Another conversation than the main one: a subagent's, or a side call."""
+    SUBAGENT_SUMMARY = "subagent_summary"
+
+
+class LossReason(StrEnum):
+    """Why a settled group is not trained."""
+
+    HELD_OUT = "held_out"
+    TOO_FEW_COUNTED = "too_few_counted"
+    EQUAL_REWARDS = "equal_rewards"
+    """All counted rewards are equal: there is no advantage to learn from."""
+    NOTHING_TO_TRAIN = "nothing_to_train"
+    """No counted run has a token that may be a target."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSelection:
+    """What was selected of a run when its group was settled, in terms of its calls. Tokens are sampled ones."""
+
+    max_trajectories: int | None
+    """J_max; None: no limit."""
+    seed: int
+    leaf_call_ids: tuple[str, ...]
+    """The last sampled call of each selected path, in the order of the draw."""
+    leaf_roles: tuple[CallRole, ...]
+    target_call_ids: tuple[str, ...]
+    """Calls whose sampled tokens are targets."""
+    num_targets: int
+    num_left_out: int
+    """Trainable tokens on paths that were not selected."""
+    num_not_trainable: int
+    """Tokens made greedily or under a forced choice, or of answers that were cut."""
+    num_superseded: int
+    """Trainable tokens of answers that a retry left behind."""
+    left_out: Mapping[CallRole, int] = field(default_factory=dict)
+    """``num_left_out`` by the role of the calls that sampled them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +111,8 @@ class CallRecord:
     ended_at_s: float
     requested_sampling: dict[str, Any] = field(default_factory=dict)
     """What the harness asked for; the job's parameters win over it."""
+    agent_id: str = ""
+    """Which of the harness's agents made the call, where a header of its names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +147,8 @@ class RunSummary:
     wall_s: float | None
     is_eval: bool
     detail: str = ""
+    selection: RunSelection | None = None
+    """None while its group is not settled, and for runs that do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +168,7 @@ class GroupResult:
     reward_mean: float | None
     rewards: tuple[float, ...]
     version_min: int | None
+    loss_reason: LossReason | None = None
+    """None for a ready group; ``reason`` in a form to count by."""
+    num_left_out: int = 0
+    """Trainable tokens that selection left out."""
