@@ -12,6 +12,7 @@ TidegateError
 ├── NotFoundError    no such job, cell, run or call
 ├── RequestError     a harness's request cannot be served as it is
 │   ├── ContextLengthError   the prompt leaves no room for an answer
+│   ├── TurnLimitError       the run has made the most model calls that the job allows
 │   └── TemplateError        the model's chat template refuses the messages
 ├── RefusedError     a user's request would break an invariant of the scheduler; nothing was changed
 └── InvariantError   a state machine met a transition that must not exist; carries its recent history
@@ -93,6 +94,20 @@ class ContextLengthError(RequestError):
 
     def __reduce__(self) -> tuple[type[ContextLengthError], tuple[int, int]]:
         return type(self), (self.num_prompt_tokens, self.max_model_len)
+
+
+class TurnLimitError(RequestError):
+    """The run has made the most model calls that the job allows."""
+
+    def __init__(self, max_calls: int) -> None:
+        super().__init__(
+            f"this run has made {max_calls} model calls, the most that the job allows.",
+            "Raise trajectory.max_calls, or let the harness end earlier.",
+        )
+        self.max_calls = max_calls
+
+    def __reduce__(self) -> tuple[type[TurnLimitError], tuple[int]]:
+        return type(self), (self.max_calls,)
 
 
 class TemplateError(RequestError):

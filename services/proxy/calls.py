@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -125,7 +124,7 @@ class CallServer:
                     self._in_background(_quietly(abandoning))
                     raise
         # from here on the answer is whole: it is stored even if the harness goes away meanwhile
-        storing = self._in_background(shard.append_call(_record(ticket, request, answer, started_at_s)))
+        storing = self._in_background(shard.append_call(_record(ticket, answer, started_at_s)))
         with self._as_failed_call():
             async with asyncio.timeout(self._call_timeout_s):
                 await asyncio.shield(storing)
@@ -228,14 +227,14 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
         logger.debug("clean-up of a call failed: %s: %s", type(error).__name__, error)
 
 
-def _record(ticket: CallTicket, request: CanonicalRequest, answer: Answer, started_at_s: float) -> CallRecord:
-    """The call as it is stored. ``prompt_ids`` is empty: the shard made the prompt and still has it."""
+def _record(ticket: CallTicket, answer: Answer, started_at_s: float) -> CallRecord:
+    """The call as it is stored. Of the prompt and the request nothing is sent: the shard still has them."""
     return CallRecord(
         call_id=ticket.call_id,
         run_id=ticket.run_id,
         attempt=ticket.attempt,
         parent_call_id=ticket.parent_call_id,
-        request=dataclasses.asdict(request),
+        request={},
         prompt_ids=np.empty(0, dtype=np.int32),
         output_ids=np.asarray(answer.token_ids, dtype=np.int32),
         logprobs=np.asarray(answer.logprobs, dtype=np.float32),
@@ -246,5 +245,4 @@ def _record(ticket: CallTicket, request: CanonicalRequest, answer: Answer, start
         cells=tuple(answer.cells),
         started_at_s=started_at_s,
         ended_at_s=time.time(),
-        requested_sampling=dict(request.requested_sampling),
     )

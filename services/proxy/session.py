@@ -8,22 +8,21 @@ sampled ids are the truth.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.common.errors import TemplateError
-from services.proxy.types import CanonicalRequest, Message, ToolCall
+from services.proxy.conversation import stable_messages
+from services.proxy.types import CanonicalRequest, Message
 
 TokenIds = NDArray[np.int32]
 
-_BILLING_HEADER = "x-anthropic-billing-header"
+_ALWAYS_WHOLE = 16
+"""Conversations of so few messages are rendered as a whole."""
 _SENTINEL = "\ue000tidegate:{}\ue001"
 
 
@@ -44,27 +43,17 @@ class Renderer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredCall:
-    """A completed call, as far as later prompts can be built on it."""
+    """A completed call, as a prompt is built on it."""
 
     call_id: str
-    messages: tuple[Message, ...]
-    """The messages of its request."""
-    answer: Message
-    """The assistant message as the harness saw it."""
-    prompt_ids: TokenIds
-    """int32 ``[num_prompt_tokens]``."""
-    output_ids: TokenIds
-    """int32 ``[num_output_tokens]``, the end-of-turn token included where it was sampled."""
-    finish_reason: str
-    """'stop' or 'length'."""
-    tools: tuple[dict[str, Any], ...] = ()
-
-    @cached_property
-    def key(self) -> bytes:
-        """Digest of the conversation up to and with the answer; equal for structurally equal conversations."""
-        return prefix_keys((*self.messages, self.answer), self.tools)[-1]
+    num_messages: int
+    """Of its request: in a request that continues it, its answer stands at this index."""
+    history: tuple[TokenIds, ...]
+    """Its prompt and its answer, int32, in pieces whose concatenation they are."""
+    last_output_id: int
+    """The last token that the model sampled: its end of turn, unless it was cut. -1 if it sampled none."""
 
 
 class Prompt(NamedTuple):
@@ -79,75 +68,64 @@ class Prompt(NamedTuple):
     whole was rendered again."""
 
 
-def stable_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages as they are matched and rendered: without the billing line that changes with every request."""
-    return tuple(_without_billing(message) for message in messages)
+class Bridge:
+    """Builds prompts on stored calls.
 
-
-def prefix_keys(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[bytes]:
-    """For each prefix of a conversation a digest that structurally equal conversations share.
-
-    Equal means: the same tools, roles and contents (an assistant's content without surrounding white space),
-    tool calls equal by value whatever their ids, tool messages answering the same calls. Reasoning is left out,
-    for harnesses drop it.
+    What a chat template puts behind an answer hardly ever depends on what stands far before it, and rendering a long
+    conversation costs time in each call. So only a window of it is rendered: its head, the last user message before
+    the answer, the answer, and what is new. Short conversations and, of long ones, each whose length passes a power
+    of two are rendered as a whole too and compared; a template that once differs is rendered as a whole from then on.
     """
-    state = hashlib.blake2b(_canonical_json(list(tools)).encode(), digest_size=16)
-    ordinals: dict[str, int] = {}
-    keys = []
-    for message in stable_messages(messages):
-        state.update(_canonical_json(_comparable(message, ordinals)).encode())
-        state.update(b"\x00")
-        keys.append(state.digest())
-    return keys
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._is_windowed = True
+
+    def prompt(self, matched: StoredCall | None, request: CanonicalRequest) -> Prompt:
+        """The prompt of a request, built on the stored ids of the call that it continues.
+
+        Only new text is tokenised. Raises ``TemplateError`` if the chat template refuses the messages.
+        """
+        messages = stable_messages(request.messages)
+        tail = None if matched is None else self._tail(matched.num_messages, messages, request.tools)
+        if matched is None or tail is None:
+            text = self._renderer.render(messages, request.tools, add_generation_prompt=True)
+            rendered = self._renderer.encode(text)
+            return Prompt(np.asarray(rendered, dtype=np.int32), len(rendered), is_false_fork=matched is not None)
+        tail_ids = np.asarray(_tail_ids(self._renderer, matched, tail), dtype=np.int32)
+        return Prompt(np.concatenate([*matched.history, tail_ids]), len(tail_ids), is_false_fork=False)
+
+    def _tail(self, at: int, messages: tuple[Message, ...], tools: Sequence[dict[str, Any]]) -> str | None:
+        is_checked = len(messages) <= _ALWAYS_WHOLE or at.bit_length() != len(messages).bit_length()
+        if not self._is_windowed:
+            return _tail_text(self._renderer, at, messages, tools)
+        window, window_at = _window(messages, at)
+        tail = _tail_text(self._renderer, window_at, window, tools)
+        if tail is None or is_checked:
+            whole = _tail_text(self._renderer, at, messages, tools)
+            self._is_windowed = whole == tail
+            return whole
+        return tail
 
 
-def match(
-    calls: Sequence[StoredCall], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-) -> StoredCall | None:
-    """The stored call that a request continues: the longest request plus answer that is a prefix of ``messages``.
-
-    Of several equal ones that with the same reasoning wins, then the newest (the last of ``calls``).
-    """
-    keys = prefix_keys(messages, tools)
-    position = {key: index for index, key in enumerate(keys)}
-    candidates = [(position[call.key], order, call) for order, call in enumerate(calls) if call.key in position]
-    if not candidates:
-        return None
-    longest = max(index for index, _, _ in candidates)
-    reasoning = messages[longest].reasoning.strip()
-
-    def preference(candidate: tuple[int, int, StoredCall]) -> tuple[bool, int]:
-        return candidate[2].answer.reasoning.strip() == reasoning, candidate[1]
-
-    return max((one for one in candidates if one[0] == longest), key=preference)[2]
-
-
-def build_prompt(renderer: Renderer, matched: StoredCall | None, request: CanonicalRequest) -> Prompt:
-    """The prompt of a request, built on the stored ids of the call that it continues (``match``'s answer).
-
-    Only new text is tokenised. Raises ``TemplateError`` if the chat template refuses the messages.
-    """
-    messages = stable_messages(request.messages)
-    if matched is not None:
-        tail = _tail_text(renderer, matched, messages, request.tools)
-        if tail is not None:
-            tail_ids = _tail_ids(renderer, matched, tail)
-            ids = np.concatenate([matched.prompt_ids, matched.output_ids, np.asarray(tail_ids, dtype=np.int32)])
-            return Prompt(ids.astype(np.int32, copy=False), len(tail_ids), is_false_fork=False)
-    rendered = renderer.encode(renderer.render(messages, request.tools, add_generation_prompt=True))
-    return Prompt(np.asarray(rendered, dtype=np.int32), len(rendered), is_false_fork=matched is not None)
+def _window(messages: tuple[Message, ...], at: int) -> tuple[tuple[Message, ...], int]:
+    """The part of a conversation that what follows its answer ``at`` is rendered in, and where the answer is in it."""
+    num_head = next((index for index, one in enumerate(messages[:at]) if one.role != "system"), at)
+    asked = next((index for index in range(at - 1, num_head - 1, -1) if messages[index].role == "user"), None)
+    head = messages[:num_head] if asked is None else (*messages[:num_head], messages[asked])
+    return (*head, *messages[at:]), len(head)
 
 
 def _tail_text(
-    renderer: Renderer, matched: StoredCall, messages: tuple[Message, ...], tools: Sequence[dict[str, Any]]
+    renderer: Renderer, at: int, messages: tuple[Message, ...], tools: Sequence[dict[str, Any]]
 ) -> str | None:
-    """What the template puts behind the model's own output: the end of its turn and everything new.
+    """What the template puts behind the model's own output ``at`` in a conversation: the end of its turn and
+    everything new.
 
     The answer is rendered as a mark that occurs nowhere else, and the text behind the mark is taken, so a
     template that changes earlier turns (drops old reasoning, say) is no obstacle. A template that refuses tool
     messages without their calls is rendered as it is, if its rendering only grows. None if neither works.
     """
-    at = len(matched.messages)
     mark = _unused_mark(messages)
     marked = Message(role="assistant", content=mark)
     try:
@@ -179,7 +157,7 @@ def _tail_by_growth(
 
 def _tail_ids(renderer: Renderer, matched: StoredCall, tail: str) -> list[int]:
     """Tokens of the tail, without the end-of-turn token if the model sampled it itself."""
-    last = int(matched.output_ids[-1]) if len(matched.output_ids) else -1
+    last = matched.last_output_id
     end_text = renderer.end_of_turn.get(last)
     if end_text is None:
         return renderer.encode(tail)  # cut by a limit or a stop string: the template's ending is still missing
@@ -195,28 +173,3 @@ def _unused_mark(messages: Sequence[Message]) -> str:
     while any(_SENTINEL.format(number) in message.content for message in messages):
         number += 1
     return _SENTINEL.format(number)
-
-
-def _without_billing(message: Message) -> Message:
-    if message.role != "system" or _BILLING_HEADER not in message.content.lower():
-        return message
-    lines = message.content.splitlines(keepends=True)
-    kept = [line for line in lines if not line.lstrip().lower().startswith(_BILLING_HEADER)]
-    return replace(message, content="".join(kept))
-
-
-def _comparable(message: Message, ordinals: dict[str, int]) -> list[Any]:
-    """A message as data whose equality is structural; call ids become ordinals of their first appearance."""
-    content = message.content.strip() if message.role == "assistant" else message.content
-    calls = [_comparable_call(call, ordinals) for call in message.tool_calls]
-    answered = ordinals.setdefault(message.tool_call_id, len(ordinals)) if message.tool_call_id else None
-    return [message.role, content, calls, answered]
-
-
-def _comparable_call(call: ToolCall, ordinals: dict[str, int]) -> list[Any]:
-    ordinal = ordinals.setdefault(call.call_id, len(ordinals)) if call.call_id else None
-    return [call.name, call.arguments, ordinal]
-
-
-def _canonical_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from services.common.errors import AccessError, ContextLengthError, InvariantError, NotFoundError
+from services.common.errors import AccessError, ContextLengthError, InvariantError, NotFoundError, TurnLimitError
 from services.common.ids import JobId, RunId, group_of
 from services.common.metrics import metric
 from services.proxy.renderer import load_renderer
-from services.proxy.session import Prompt, Renderer, StoredCall, build_prompt, match
+from services.proxy.session import Bridge, Renderer
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import RunResult, Sampling
 from services.trajectory.config import TrajectoryConfig
-from services.trajectory.live import AttemptLog
+from services.trajectory.live import AttemptLog, Matched
 from services.trajectory.microstep import build_micro_steps
 from services.trajectory.outcome import Outcome
 from services.trajectory.records import check_record, holding_sampling
@@ -93,7 +93,7 @@ class TrajectoryShard:
         self._key_secret = (key_secret or secrets.token_hex(32)).encode()
         self._as_ref = as_ref
         self._drop_equal_rewards = drop_equal_rewards
-        self._renderer = renderer or load_renderer(model_path)
+        self._bridge = Bridge(renderer or load_renderer(model_path))
         self._store = Store(store_dir, index)
         self._writer = ThreadPoolExecutor(1, f"shard-{index}-store")
         self._tokenizer = ThreadPoolExecutor(1, f"shard-{index}-tokenizer")  # tokenizers are not thread-safe
@@ -166,8 +166,8 @@ class TrajectoryShard:
     async def finish_run(self, result: RunResult) -> Outcome:
         """Record how an attempt ended; the outcome as recorded.
 
-        It is ``CONTEXT_LIMIT`` where the harness ended or crashed because its last call no longer fitted, and
-        ``ENGINE_LOSS`` where no cell could complete its last call.
+        It is ``CONTEXT_LIMIT`` where the harness ended or crashed because its last call no longer fitted,
+        ``TURN_LIMIT`` where it was one too many, and ``ENGINE_LOSS`` where no cell could complete it.
         """
         run = self._find_run(result.run_id)
         if run is not None and self._groups[group_of(RunId(result.run_id))].settlement is not None:
@@ -181,7 +181,10 @@ class TrajectoryShard:
             if log is not None and log.attempt == result.attempt:
                 log.close()
                 outcome = settle_outcome(
-                    result.outcome, context_overflowed=log.context_overflowed, engine_lost=log.engine_lost
+                    result.outcome,
+                    context_overflowed=log.context_overflowed,
+                    turn_limited=log.turn_limited,
+                    engine_lost=log.engine_lost,
                 )
                 result = replace(result, outcome=outcome)
             await self._in_writer(self._store.finish_run, result)
@@ -265,15 +268,18 @@ class TrajectoryShard:
     async def match_call(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
         """Build the prompt of a call on the stored ids of the call that it continues.
 
-        Raises ``AccessError`` for a key that is not valid now, ``ContextLengthError`` if the prompt leaves no room for
-        one token, ``TemplateError`` if the chat template refuses the messages.
+        Raises ``AccessError`` for a key that is not valid now, ``TurnLimitError`` if the run has made all its calls,
+        ``ContextLengthError`` if the prompt leaves no room for one token, ``TemplateError`` if the chat template refuses
+        the messages.
         """
         run, log = self._authorise(run_id, key)
         async with run.lock:
-            prompt, matched = await self._in_thread(self._tokenizer, self._prompt, log, request)
+            self._check_turns(log)
+            matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
             self._authorise(run_id, key)  # the attempt may have been closed meanwhile
-            sampling = self._holding_sampling(log, request, len(prompt.ids))
-            call = log.begin(request, prompt, matched)
+            sampling = self._holding_sampling(log, matched)
+            call = log.begin(matched)
+        prompt = matched.prompt
         if prompt.is_false_fork:
             metric("tidegate_false_forks_total").inc(1, job=self._job_id)
         return CallTicket(
@@ -291,7 +297,7 @@ class TrajectoryShard:
     async def append_call(self, record: CallRecord) -> None:
         """Store a completed call; it is durable on return. Appending it again changes nothing.
 
-        ``prompt_ids``, ``parent_call_id`` of the record are not read: the shard has made them. Raises
+        ``prompt_ids``, ``parent_call_id`` and ``request`` of the record are not read: the shard has them. Raises
         ``InvariantError`` if its arrays do not fit together, ``AccessError`` if its attempt is closed.
         """
         # a caller that goes away must not leave the call in the store but not in the tree
@@ -319,19 +325,19 @@ class TrajectoryShard:
 
     # -- inside --
 
-    def _prompt(self, log: AttemptLog, request: CanonicalRequest) -> tuple[Prompt, StoredCall | None]:
-        matched = match(log.calls, request.messages, request.tools)
-        if matched is not None:
-            matched = log.with_prompt(matched)
-        return build_prompt(self._renderer, matched, request), matched
+    def _check_turns(self, log: AttemptLog) -> None:
+        limit = self._config.max_calls
+        log.turn_limited = limit is not None and log.num_calls >= limit
+        if limit is not None and log.turn_limited:
+            raise TurnLimitError(limit)
 
-    def _holding_sampling(self, log: AttemptLog, request: CanonicalRequest, num_prompt_tokens: int) -> Sampling:
+    def _holding_sampling(self, log: AttemptLog, matched: Matched) -> Sampling:
         is_eval = self._groups[group_of(RunId(log.run_id))].spec.is_eval
         try:
             sampling = holding_sampling(
                 self._eval_sampling if is_eval else self._sampling,
-                request.requested_sampling,
-                num_prompt_tokens=num_prompt_tokens,
+                matched.request.requested_sampling,
+                num_prompt_tokens=len(matched.prompt.ids),
                 max_model_len=self._max_model_len,
                 call_id=log.next_call_id,
             )
@@ -438,4 +444,6 @@ def _final(run: _Run) -> FinalRun | None:
     """A run as it is settled, None while it is unfinished."""
     if run.result is None:
         return None
-    return FinalRun(run.result, run.log.tree if run.log is not None else TrajectoryTree())
+    if run.log is None:
+        return FinalRun(run.result, TrajectoryTree())
+    return FinalRun(run.result, run.log.tree, run.log.roles)

@@ -1,24 +1,33 @@
-"""The live runs of a shard: what later calls are built on, kept once per token and per message."""
+"""The live runs of a shard: what later calls are built on, kept once per token; of messages digests only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from services.common.errors import NotFoundError
 from services.common.ids import RunId, make_call_id
-from services.proxy.session import Prompt, StoredCall
+from services.proxy.conversation import ConversationIndex, Walk, stable_messages
+from services.proxy.session import Bridge, Prompt, StoredCall
 from services.proxy.types import CanonicalRequest, Message
 from services.trajectory.encoding import CallRow
-from services.trajectory.records import answer_of, messages_of, request_key, share_messages, tools_of
+from services.trajectory.records import answer_of, messages_of, new_in_request, request_key, tools_of
+from services.trajectory.roles import Opening, RoleBook, opening_of
 from services.trajectory.tree import TrajectoryTree, TreeCall
-from services.trajectory.types import CallRecord, TokenIds
+from services.trajectory.types import CallRecord, CallRole, TokenIds
 
-_NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 _RESTART_GAP = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A request, the stored call that it continues, and the prompt that was built on that."""
+
+    request: CanonicalRequest
+    walk: Walk
+    call: StoredCall | None
+    prompt: Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +40,14 @@ class PendingCall:
     num_prompt_tokens: int
     new_prompt_ids: TokenIds
     """int32: the prompt behind the parent's prompt and answer."""
-    messages: tuple[Message, ...]
+    walk: Walk
+    request: Mapping[str, Any]
+    """JSON-ready: without the messages and tools that the parent's request had too."""
     num_shared_messages: int
     shares_tools: bool
+    opening: Opening | None
+    """Of a call without a parent."""
+    agent_id: str
 
 
 class AttemptLog:
@@ -46,12 +60,15 @@ class AttemptLog:
         """None once the attempt is closed: no call is taken any more."""
         self.context_overflowed = False
         """The last request did not fit the model's context."""
+        self.turn_limited = False
+        """The last request was one too many."""
         self.engine_lost = False
         """No cell could complete the last call."""
         self.tree = TrajectoryTree()
         self.pending: dict[str, PendingCall] = {}
         self._next_ordinal = 0
-        self._calls: dict[str, StoredCall] = {}
+        self._conversations = ConversationIndex()
+        self._roles = RoleBook()
 
     @property
     def is_open(self) -> bool:
@@ -62,27 +79,44 @@ class AttemptLog:
         return make_call_id(RunId(self.run_id), self.attempt, self._next_ordinal)
 
     @property
-    def calls(self) -> Sequence[StoredCall]:
-        """The completed calls that prompts can be built on. They carry no prompt ids: see ``with_prompt``."""
-        return list(self._calls.values())
+    def num_calls(self) -> int:
+        """Completed calls and calls in flight."""
+        return self.tree.num_calls + len(self.pending)
 
-    def with_prompt(self, call: StoredCall) -> StoredCall:
-        """A call with its prompt's ids, taken from the tree."""
-        return replace(call, prompt_ids=self.tree.prompt_ids(call.call_id))
+    @property
+    def roles(self) -> dict[str, CallRole]:
+        """The role of each completed call, as far as can be seen now."""
+        return self._roles.roles()
 
-    def begin(self, request: CanonicalRequest, prompt: Prompt, matched: StoredCall | None) -> PendingCall:
+    def match(self, request: CanonicalRequest, bridge: Bridge) -> Matched:
+        """Find the call that a request continues, and build its prompt: O(new tokens), and one digest a message."""
+        walk = self._conversations.walk(stable_messages(request.messages), request.tools)
+        continued = self._conversations.match(walk)
+        call = None
+        if continued is not None:
+            call_id = continued.call_id
+            history, last_id = self.tree.history(call_id), self.tree.last_sampled_id(call_id)
+            call = StoredCall(call_id, continued.num_messages, history, last_id)
+        return Matched(request, walk, call, bridge.prompt(call, request))
+
+    def begin(self, matched: Matched) -> PendingCall:
         """Note a call that is about to be generated."""
-        parent = None if matched is None or prompt.is_false_fork else matched
-        messages, num_shared = share_messages(request.messages, parent.messages if parent else ())
+        request, prompt = matched.request, matched.prompt
+        parent = None if matched.call is None or prompt.is_false_fork else matched.call.call_id
+        num_shared = self._conversations.num_shared(parent, matched.walk) if parent else 0
+        shares_tools = parent is not None and self._conversations.shares_tools(parent, request.tools)
         pending = PendingCall(
             call_id=self.next_call_id,
             ordinal=self._next_ordinal,
-            parent_call_id=parent.call_id if parent else None,
+            parent_call_id=parent,
             num_prompt_tokens=len(prompt.ids),
             new_prompt_ids=prompt.ids[len(prompt.ids) - prompt.num_new_tokens :].copy(),  # no view of the whole prompt
-            messages=messages,
+            walk=matched.walk,
+            request=new_in_request(request, num_shared, shares_tools=shares_tools),
             num_shared_messages=num_shared,
-            shares_tools=parent is not None and request.tools == parent.tools,
+            shares_tools=shares_tools,
+            opening=None if parent else opening_of(request.messages, request.tools),
+            agent_id=request.agent_id,
         )
         self._next_ordinal += 1
         self.pending[pending.call_id] = pending
@@ -97,7 +131,13 @@ class AttemptLog:
                 "It was abandoned, or its shard was restarted; the harness may ask again.",
             )
         return CallRow(
-            record=replace(record, parent_call_id=pending.parent_call_id),
+            record=replace(
+                record,
+                parent_call_id=pending.parent_call_id,
+                request=dict(pending.request),
+                requested_sampling=dict(pending.request["requested_sampling"]),
+                agent_id=pending.agent_id,
+            ),
             ordinal=pending.ordinal,
             num_prompt_tokens=pending.num_prompt_tokens,
             new_prompt_ids=pending.new_prompt_ids,
@@ -125,17 +165,11 @@ class AttemptLog:
         )
         pending = self.pending.pop(record.call_id, None)
         self._next_ordinal = max(self._next_ordinal, row.ordinal + 1)
+        opening = pending.opening if pending else _opening(record)
+        self._roles.add(record.call_id, record.parent_call_id, record.agent_id, opening, record.output_text)
         if is_whole:
-            parent = self._calls.get(record.parent_call_id or "")
-            self._calls[record.call_id] = StoredCall(
-                call_id=record.call_id,
-                messages=pending.messages if pending else _shared(record.request, parent),
-                answer=answer_of(record),
-                prompt_ids=_NO_IDS,
-                output_ids=np.array(record.output_ids, dtype=np.int32),
-                finish_reason=record.finish_reason,
-                tools=parent.tools if parent and row.shares_tools else tools_of(record.request),
-            )
+            walk = pending.walk if pending else self._walk(row)
+            self._conversations.add(record.call_id, walk, answer_of(record))
 
     def restarted(self) -> None:
         """Never again give the id of a call that was in flight when the shard went down: its answer may yet come."""
@@ -146,7 +180,21 @@ class AttemptLog:
         self.key_hash = None
         self.pending.clear()
 
+    def _walk(self, row: CallRow) -> Walk:
+        """The way of a request that is read back from the store."""
+        record = row.record
+        new = stable_messages(_new_messages(row))
+        if record.parent_call_id is not None and row.shares_tools:
+            return self._conversations.walk_on(record.parent_call_id, row.num_shared_messages, new)
+        # the tools changed: what is shared is not below them, so the whole way is walked
+        return self._conversations.walk(stable_messages(messages_of(record.request)), tools_of(record.request))
 
-def _shared(request: Mapping[str, Any], parent: StoredCall | None) -> tuple[Message, ...]:
-    messages, _ = share_messages(messages_of(request), parent.messages if parent else ())
-    return messages
+
+def _new_messages(row: CallRow) -> tuple[Message, ...]:
+    return messages_of({"messages": row.record.request["messages"][row.num_shared_messages :]})
+
+
+def _opening(record: CallRecord) -> Opening | None:
+    if record.parent_call_id is not None:
+        return None
+    return opening_of(messages_of(record.request), tools_of(record.request))

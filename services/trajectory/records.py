@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ContextLengthError, InvariantError
-from services.proxy.types import Message, ToolCall
+from services.proxy.conversation import stable_messages
+from services.proxy.types import CanonicalRequest, Message, ToolCall
 from services.rollout.types import Sampling
 from services.trajectory.types import CallRecord
 
@@ -55,21 +57,31 @@ def request_key(requested_sampling: Mapping[str, Any]) -> str:
     return json.dumps(requested_sampling, sort_keys=True, separators=(",", ":"), default=str)
 
 
-def share_messages(messages: Sequence[Message], known: Sequence[Message]) -> tuple[tuple[Message, ...], int]:
-    """``messages`` with its leading ones replaced by the equal objects of ``known``, and how many these are.
+def new_in_request(request: CanonicalRequest, num_shared: int, *, shares_tools: bool) -> dict[str, Any]:
+    """A request as JSON-ready data, without the messages and tools that its parent's request had too.
 
-    A harness sends its whole history with every call; this keeps and stores each message once.
+    A harness sends its whole history with every call; this keeps each message once. System messages that differ in a
+    line that is not rendered count as shared; such lines are kept under ``raw_system`` (position -> content).
     """
-    num_shared = 0
-    for message, kept in zip(messages, known, strict=False):
-        if message != kept:
-            break
-        num_shared += 1
-    return (*known[:num_shared], *messages[num_shared:]), num_shared
+    raw = {
+        str(at): message.content
+        for at, (message, stable) in enumerate(
+            zip(request.messages[:num_shared], stable_messages(request.messages[:num_shared]), strict=True)
+        )
+        if message is not stable
+    }
+    fields = {one.name: getattr(request, one.name) for one in dataclasses.fields(request)}
+    return {
+        **fields,
+        "messages": [*({} for _ in range(num_shared)), *map(dataclasses.asdict, request.messages[num_shared:])],
+        "tools": [] if shares_tools else list(request.tools),
+        "unused_fields": list(request.unused_fields),
+        **({"raw_system": raw} if raw else {}),
+    }
 
 
 def messages_of(request: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The messages of a stored request (``dataclasses.asdict`` of a ``CanonicalRequest``, perhaps through JSON)."""
+    """The messages of a stored request."""
     return tuple(
         Message(
             role=given["role"],

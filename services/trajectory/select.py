@@ -1,35 +1,17 @@
-"""Selection: which root-to-leaf paths of a run are trained, at most ``max_trajectories`` of them.
-
-Every path has the role 'main' so far: nothing tells a subagent's or a summary's branch apart yet, so the draw is
-over all leaves of the run.
-"""
+"""Selection: which root-to-leaf paths of a run are trained, at most ``max_trajectories`` (J_max) of them."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.trajectory.tree import ROOT, TrajectoryTree
-
-MAIN_ROLE = "main"
-"""The one role that paths have."""
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionReport:
-    """What was selected and what was left out. Tokens are sampled ones."""
-
-    role: str
-    num_paths: int
-    """Paths that ended with something to train."""
-    num_selected_paths: int
-    num_targets: int
-    num_left_out: int
-    """Trainable tokens on paths that were not selected."""
-    num_not_trainable: int
-    """Tokens made greedily, or of answers that were cut."""
-    num_superseded: int
-    """Trainable tokens of answers that a retry left behind."""
+from services.trajectory.types import CallRole, RunSelection
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,55 +22,115 @@ class Selection:
     """The selected leaves, in the order of the draw."""
     targets: frozenset[int]
     """The sampled segments whose tokens are targets; each once, on however many selected paths it lies."""
-    num_targets: int
-    """``n_run``: the run's targets, fixed here however the run is split later."""
-    report: SelectionReport
+    report: RunSelection
+
+    @property
+    def num_targets(self) -> int:
+        """``n_run``: the run's targets, fixed here however the run is split later."""
+        return self.report.num_targets
 
 
-def select(tree: TrajectoryTree, *, max_trajectories: int, seed: int, run_id: str) -> Selection:
-    """Draw a leaf with probability proportional to its path's untrained tokens, take its path, mark it taken,
-    repeat until nothing is left or ``max_trajectories`` paths are taken.
+@dataclass(slots=True)
+class _Leaves:
+    """The leaves of a tree, in preorder; those below a segment are neighbours."""
 
-    The same tree, seed and run id select the same.
+    indices: list[int]
+    below: dict[int, slice]
+    """Segment -> its leaves."""
+    calls: list[str]
+    """The last sampled call on each leaf's path; empty if there is none."""
+
+
+def select(
+    tree: TrajectoryTree, roles: Mapping[str, CallRole], *, max_trajectories: int | None, seed: int, run_id: str
+) -> Selection:
+    """In the highest role (the order of ``CallRole``) that has untrained tokens, draw a leaf with probability
+    proportional to those on its path, take the path, mark it taken; repeat until nothing is left or
+    ``max_trajectories`` paths are taken (None: no limit).
+
+    A path has the role of its last sampled call; calls that ``roles`` does not name are main ones. The same tree,
+    roles, seed and run id select the same. Time: the segments, plus for each path drawn its new segments and the
+    leaves.
     """
     superseded = tree.superseded()
     sampled = {index: segment for index, segment in enumerate(tree.segments) if segment.is_sampled}
     trainable = {index for index, segment in sampled.items() if segment.trainable}
     untrained = trainable - superseded
+    leaves = _leaves(tree)
+    weights = _weights(tree, leaves, untrained)
+    leaf_roles = [roles.get(call_id, CallRole.MAIN) for call_id in leaves.calls]
     generator = random.Random(f"{seed}/{run_id}")
-    leaves: list[int] = []
+    drawn: list[int] = []
     targets: set[int] = set()
-    num_paths = sum(1 for weight in _untrained_by_leaf(tree, untrained).values() if weight)
-    while len(leaves) < max_trajectories and untrained:
-        weights = _untrained_by_leaf(tree, untrained)
-        leaf = generator.choices(list(weights), weights=list(weights.values()))[0]
-        leaves.append(leaf)
-        taken = untrained.intersection(tree.path(leaf))
-        targets |= taken
-        untrained -= taken
+    for role in CallRole:
+        positions = np.asarray([at for at, one in enumerate(leaf_roles) if one is role], dtype=np.int64)
+        while len(positions) and (max_trajectories is None or len(drawn) < max_trajectories):
+            cumulated = weights[positions].cumsum()
+            if not cumulated[-1]:
+                break
+            draw = generator.randrange(int(cumulated[-1]))
+            position = int(positions[np.searchsorted(cumulated, draw, side="right")])
+            drawn.append(position)
+            for index in _untaken(tree, leaves.indices[position], untrained):
+                untrained.discard(index)
+                targets.add(index)
+                weights[leaves.below[index]] -= len(tree.segments[index].token_ids)
 
     def count(indices: set[int] | frozenset[int]) -> int:
         return sum(len(sampled[index].token_ids) for index in indices)
 
-    report = SelectionReport(
-        role=MAIN_ROLE,
-        num_paths=num_paths,
-        num_selected_paths=len(leaves),
+    left_out: Counter[CallRole] = Counter()
+    for index in untrained:
+        left_out[roles.get(sampled[index].call_id or "", CallRole.MAIN)] += len(sampled[index].token_ids)
+    report = RunSelection(
+        max_trajectories=max_trajectories,
+        seed=seed,
+        leaf_call_ids=tuple(leaves.calls[position] for position in drawn),
+        leaf_roles=tuple(leaf_roles[position] for position in drawn),
+        target_call_ids=tuple(sampled[index].call_id or "" for index in sorted(targets)),
         num_targets=count(targets),
         num_left_out=count(untrained),
         num_not_trainable=count(sampled.keys() - trainable),
         num_superseded=count(trainable & superseded),
+        left_out=dict(left_out),
     )
-    return Selection(tuple(leaves), frozenset(targets), report.num_targets, report)
+    return Selection(tuple(leaves.indices[position] for position in drawn), frozenset(targets), report)
 
 
-def _untrained_by_leaf(tree: TrajectoryTree, untrained: set[int]) -> dict[int, int]:
-    """For each leaf the number of untrained tokens on its path: one walk over the tree."""
-    above = {ROOT: 0}
-    weights: dict[int, int] = {}
-    for index in tree.preorder():
+def _leaves(tree: TrajectoryTree) -> _Leaves:
+    last_call: dict[int, str] = {ROOT: ""}
+    indices: list[int] = []
+    calls: list[str] = []
+    first_below: dict[int, int] = {}
+    order = list(tree.preorder())
+    for index in order:
         segment = tree.segments[index]
-        above[index] = above[segment.parent] + (len(segment.token_ids) if index in untrained else 0)
-        if not segment.children:
-            weights[index] = above[index]
+        last_call[index] = segment.call_id or last_call[segment.parent]
+        first_below[index] = len(indices)
+        if segment.is_leaf:
+            indices.append(index)
+            calls.append(last_call[index])
+    end_below: dict[int, int] = {}
+    for index in reversed(order):
+        end_below.setdefault(index, first_below[index] + 1)  # a leaf; the last child has set the end of any other
+        end_below.setdefault(tree.segments[index].parent, end_below[index])
+    below = {index: slice(first_below[index], end_below[index]) for index in order}
+    return _Leaves(indices, below, calls)
+
+
+def _weights(tree: TrajectoryTree, leaves: _Leaves, untrained: set[int]) -> NDArray[np.int64]:
+    """For each leaf the number of untrained tokens on its path: int64 ``[leaves]``."""
+    weights = np.zeros(len(leaves.indices), dtype=np.int64)
+    for index in untrained:
+        weights[leaves.below[index]] += len(tree.segments[index].token_ids)
     return weights
+
+
+def _untaken(tree: TrajectoryTree, index: int, untrained: set[int]) -> list[int]:
+    """The untrained segments on the path to ``index``."""
+    found = []
+    while index != ROOT:
+        if index in untrained:
+            found.append(index)
+        index = tree.segments[index].parent
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.rollout.types import RunResult
 from services.trajectory.advantage import group_advantages
@@ -13,7 +13,7 @@ from services.trajectory.microstep import ScoredRun, cut_group, forest_tokens
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 from services.trajectory.select import select
 from services.trajectory.tree import TrajectoryTree
-from services.trajectory.types import GroupResult, GroupSpec
+from services.trajectory.types import CallRole, GroupResult, GroupSpec, LossReason, RunSelection
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class FinalRun:
 
     result: RunResult
     tree: TrajectoryTree
+    roles: Mapping[str, CallRole] = field(default_factory=dict)
+    """Of its calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,30 +36,38 @@ class Settlement:
     advantages: Mapping[str, float]
     """Of the counted runs; empty where there is no baseline."""
 
+    @property
+    def settled(self) -> dict[str, tuple[float, RunSelection | None]]:
+        """The advantage of each counted run, and what was selected of it."""
+        selections = {run.run_id: run.selection.report for run in self.runs}
+        return {run_id: (advantage, selections.get(run_id)) for run_id, advantage in self.advantages.items()}
+
 
 def settle_group(
     spec: GroupSpec, runs: Sequence[FinalRun], config: TrajectoryConfig, *, drop_equal_rewards: bool, seed: int = 0
 ) -> Settlement:
     """Decide whether a group is ready to be trained, and with what.
 
-    Runs whose outcome does not count, or that have no valid reward, are no part of the baseline and have no target.
-    A held-out group is never ready: it is scored only. ``seed`` is that of the selection.
+    Runs whose outcome does not count, or that have no valid reward, are no part of the baseline and have no target. A
+    run that could not be set up is a placeholder where the job wants it so (QwenGyre): reward 0 in the baseline, and
+    no target. A held-out group is never ready: it is scored only. ``seed`` is that of the selection.
     """
-    counted = [run for run in runs if _is_counted(run.result)]
-    rewards = {run.result.run_id: run.result.reward for run in counted if run.result.reward is not None}
+    rewards = {run.result.run_id: reward for run in runs if (reward := counted_reward(run.result, config)) is not None}
     if spec.is_eval:
-        return _lost(spec, rewards, runs, "held out: scored, never trained")
+        return _lost(spec, rewards, runs, LossReason.HELD_OUT, "held out: scored, never trained")
     if len(rewards) < config.min_counted_runs:
-        return _lost(
-            spec, rewards, runs, f"{len(rewards)} of {len(spec.run_ids)} runs count, {config.min_counted_runs} must"
-        )
+        reason = f"{len(rewards)} of {len(spec.run_ids)} runs count, {config.min_counted_runs} must"
+        return _lost(spec, rewards, runs, LossReason.TOO_FEW_COUNTED, reason)
     advantages = group_advantages(rewards, config.advantage)
     if advantages.equal_rewards and drop_equal_rewards:
-        return _lost(spec, rewards, runs, f"all {len(rewards)} counted rewards are equal", advantages.by_run)
+        reason = f"all {len(rewards)} counted rewards are equal"
+        return _lost(spec, rewards, runs, LossReason.EQUAL_REWARDS, reason, advantages.by_run)
+    counted = [run for run in runs if run.result.run_id in rewards]
     scored = tuple(_scored(run, advantages.by_run[run.result.run_id], config, seed) for run in counted)
     pieces = cut_group(scored, config.micro_step_tokens)
     if not pieces:
-        return _lost(spec, rewards, runs, "no run has a token to train", advantages.by_run)
+        reason = "no run has a token to train"
+        return _lost(spec, rewards, runs, LossReason.NOTHING_TO_TRAIN, reason, advantages.by_run)
     targets = [run.tree.segments[index] for run in scored for index in run.selection.targets]
     result = GroupResult(
         group_id=spec.group_id,
@@ -70,32 +80,41 @@ def settle_group(
         reward_mean=sum(rewards.values()) / len(rewards),
         rewards=tuple(rewards.values()),
         version_min=min(span.version for segment in targets for span in segment.version_spans),
+        num_left_out=sum(run.selection.report.num_left_out for run in scored),
     )
     return Settlement(result, scored, advantages.by_run)
 
 
-def settle_outcome(outcome: Outcome, *, context_overflowed: bool, engine_lost: bool) -> Outcome:
-    """The outcome of an attempt, given whether its last call no longer fitted the model's context, and whether no
-    cell could complete it.
+def settle_outcome(outcome: Outcome, *, context_overflowed: bool, turn_limited: bool, engine_lost: bool) -> Outcome:
+    """The outcome of an attempt, given what befell its last call: it no longer fitted the model's context, it was one
+    more than the job allows, or no cell could complete it.
 
     A runner sees only how the harness took that: it gave up in an orderly way, it crashed, or it waited too long.
     """
-    if engine_lost and outcome in (Outcome.FINISHED, Outcome.HARNESS_CRASH, Outcome.HARNESS_TIMEOUT):
+    ended = outcome in (Outcome.FINISHED, Outcome.HARNESS_CRASH)
+    waited = outcome in (Outcome.HARNESS_TIMEOUT, Outcome.WALL_TIMEOUT)
+    if engine_lost and (ended or waited):
         return Outcome.ENGINE_LOSS
-    if context_overflowed and outcome in (Outcome.FINISHED, Outcome.HARNESS_CRASH):
+    if turn_limited and (ended or waited):
+        return Outcome.TURN_LIMIT
+    if context_overflowed and ended:
         return Outcome.CONTEXT_LIMIT
     return outcome
 
 
-def _is_counted(result: RunResult) -> bool:
+def counted_reward(result: RunResult, config: TrajectoryConfig) -> float | None:
+    """The reward with which a run counts in its group's baseline; None if it does not count."""
+    if result.outcome is Outcome.SETUP_FAILURE and config.setup_failure == "placeholder":
+        return 0.0
     is_valid = result.reward is not None and math.isfinite(result.reward)
-    return OUTCOME_TABLE[result.outcome].counted and is_valid
+    return result.reward if OUTCOME_TABLE[result.outcome].counted and is_valid else None
 
 
 def _scored(run: FinalRun, advantage: float, config: TrajectoryConfig, seed: int) -> ScoredRun:
     run_id = run.result.run_id
     tree = run.tree if OUTCOME_TABLE[run.result.outcome].trained else TrajectoryTree()
-    selection = select(tree, max_trajectories=config.max_trajectories, seed=seed, run_id=run_id)
+    limit = config.max_trajectories
+    selection = select(tree, run.roles, max_trajectories=limit, seed=seed, run_id=run_id)
     return ScoredRun(run_id, advantage, tree, selection)
 
 
@@ -103,6 +122,7 @@ def _lost(
     spec: GroupSpec,
     rewards: Mapping[str, float],
     runs: Iterable[FinalRun],
+    loss_reason: LossReason,
     reason: str,
     advantages: Mapping[str, float] | None = None,
 ) -> Settlement:
@@ -118,5 +138,6 @@ def _lost(
         reward_mean=sum(rewards.values()) / len(rewards) if rewards else None,
         rewards=tuple(rewards.values()),
         version_min=min(versions, default=None),
+        loss_reason=loss_reason,
     )
     return Settlement(result, (), advantages or {})

@@ -24,8 +24,7 @@ ROOT = -1
 """The parent of a first segment."""
 
 
-def _no_logprobs() -> Logprobs:
-    return np.empty(0, dtype=np.float32)
+_NO_LOGPROBS: Logprobs = np.empty(0, dtype=np.float32)
 
 
 @dataclass(slots=True)
@@ -40,22 +39,26 @@ class Segment:
     """Tokens from the root through this segment's last."""
     call_id: str | None = None
     """The call that sampled these tokens; None for prompt tokens."""
-    logprobs: Logprobs = field(default_factory=_no_logprobs)
+    logprobs: Logprobs = field(default_factory=lambda: _NO_LOGPROBS)
     """float32 ``[n]`` of a sampled segment, empty for prompt tokens."""
     version_spans: tuple[VersionSpan, ...] = ()
     trainable: bool = False
     """Whether these tokens may become targets. Never for prompt tokens."""
-    prompt_children: dict[int, int] = field(default_factory=dict)
-    """First token -> segment: no two prompt segments below one segment start alike."""
-    sampled_children: list[int] = field(default_factory=list)
+    prompt_children: dict[int, int] | None = None
+    """First token -> segment: no two prompt segments below one segment start alike. None: there is none."""
+    sampled_children: list[int] | None = None
 
     @property
     def is_sampled(self) -> bool:
         return self.call_id is not None
 
     @property
+    def is_leaf(self) -> bool:
+        return not (self.prompt_children or self.sampled_children)
+
+    @property
     def children(self) -> list[int]:
-        return [*self.prompt_children.values(), *self.sampled_children]
+        return [*(self.prompt_children or {}).values(), *(self.sampled_children or ())]
 
 
 class SegmentForest:
@@ -99,7 +102,10 @@ class SegmentForest:
             raise InvariantError(f"the answer of call {call_id} has no prompt")
         end = self._end(parent) + len(token_ids)
         index = self._add(Segment(parent, token_ids, end, call_id, logprobs, version_spans, trainable))
-        self.segments[parent].sampled_children.append(index)
+        above = self.segments[parent]
+        if above.sampled_children is None:
+            above.sampled_children = []
+        above.sampled_children.append(index)
         return index
 
     def path(self, index: int) -> list[int]:
@@ -110,11 +116,13 @@ class SegmentForest:
             index = self.segments[index].parent
         return path[::-1]
 
+    def pieces(self, index: int) -> tuple[TokenIds, ...]:
+        """The token ids from the root through segment ``index``, segment by segment: no copy."""
+        return tuple(self.segments[one].token_ids for one in self.path(index))
+
     def ids(self, index: int) -> TokenIds:
         """All token ids from the root through segment ``index``: int32 ``[segment.end]``."""
-        if index == ROOT:
-            return np.empty(0, dtype=np.int32)
-        return np.concatenate([self.segments[one].token_ids for one in self.path(index)])
+        return np.empty(0, dtype=np.int32) if index == ROOT else np.concatenate(self.pieces(index))
 
     def preorder(self) -> Iterator[int]:
         """Every segment, parents before their children."""
@@ -126,10 +134,15 @@ class SegmentForest:
 
     def leaves(self) -> list[int]:
         """The segments that nothing follows, in preorder; each ends a trajectory."""
-        return [index for index in self.preorder() if not self.segments[index].children]
+        return [index for index in self.preorder() if self.segments[index].is_leaf]
 
     def _prompt_children(self, parent: int) -> dict[int, int]:
-        return self._roots if parent == ROOT else self.segments[parent].prompt_children
+        if parent == ROOT:
+            return self._roots
+        above = self.segments[parent]
+        if above.prompt_children is None:
+            above.prompt_children = {}
+        return above.prompt_children
 
     def _end(self, index: int) -> int:
         return 0 if index == ROOT else self.segments[index].end
@@ -222,6 +235,15 @@ class TrajectoryTree(SegmentForest):
             )
         self._calls[call.call_id] = _Placed(prompt_end, answer_end, call.ordinal, call.request_key)
 
+    def history(self, call_id: str) -> tuple[TokenIds, ...]:
+        """The prompt and the answer of a call in pieces, int32: what a call that continues it begins with."""
+        return self.pieces(self._place(call_id).answer_end)
+
+    def last_sampled_id(self, call_id: str) -> int:
+        """The last token of a call's answer, -1 if it is empty."""
+        segment = self.segments[self._place(call_id).answer_end]
+        return int(segment.token_ids[-1]) if segment.call_id == call_id else -1
+
     def prompt_ids(self, call_id: str) -> TokenIds:
         """The prompt of a call: int32 ``[num_prompt_tokens]``."""
         return self.ids(self._place(call_id).prompt_end)
@@ -231,7 +253,7 @@ class TrajectoryTree(SegmentForest):
         return frozenset(
             index
             for prompt_end in {placed.prompt_end for placed in self._calls.values()}
-            for index in self._superseded_below(self.segments[prompt_end].sampled_children)
+            for index in self._superseded_below(self.segments[prompt_end].sampled_children or ())
         )
 
     def _superseded_below(self, answers: Sequence[int]) -> Iterator[int]:
@@ -241,7 +263,7 @@ class TrajectoryTree(SegmentForest):
             latest[placed.request_key] = max(placed.ordinal, latest.get(placed.request_key, placed.ordinal))
         for index in answers:
             placed = self._sampled_by(index)
-            if not self.segments[index].children and placed.ordinal < latest[placed.request_key]:
+            if self.segments[index].is_leaf and placed.ordinal < latest[placed.request_key]:
                 yield index
 
     def _sampled_by(self, index: int) -> _Placed:

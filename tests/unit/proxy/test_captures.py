@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.proxy.conversation import ConversationIndex, Walk, stable_messages
 from services.proxy.dialects import openai_chat
-from services.proxy.session import StoredCall, build_prompt, match
+from services.proxy.session import Bridge, StoredCall
 from services.proxy.types import CanonicalRequest
 from tests.unit.proxy.templates import CHATML, TOOLS_AND_REASONING, renderer
 
@@ -61,28 +62,31 @@ def test_every_capture_parses_with_nothing_lost(path: Path) -> None:
 def test_every_main_request_extends_its_predecessor(scenario: str, chain: tuple[int, ...], template: str) -> None:
     requests = [openai_chat.parse(load(CAPTURES / f"{scenario}-{number:02}.json")["body"]) for number in chain]
     using = renderer(template)
-    calls: list[StoredCall] = []
-    for index, request in enumerate(requests):
-        matched = match(calls, request.messages, request.tools)
-        prompt = build_prompt(using, matched, request)
+    index, bridge = ConversationIndex(), Bridge(using)
+    stored: StoredCall | None = None
+    for number, request in enumerate(requests):
+        walk = walk_of(index, request)
+        matched = index.match(walk)
+        assert (matched and matched.call_id) == (str(number - 1) if number else None)
+        prompt = bridge.prompt(stored, request)
         assert not prompt.is_false_fork
-        if index:
-            assert matched is calls[-1]
-            history = [*matched.prompt_ids.tolist(), *matched.output_ids.tolist()]
+        if stored is not None:
+            history = np.concatenate(stored.history).tolist()
             assert prompt.ids[: len(history)].tolist() == history
             assert prompt.num_new_tokens == len(prompt.ids) - len(history)
-        if index + 1 < len(requests):
-            calls.append(answered(request, requests[index + 1], prompt.ids))
+        if number + 1 < len(requests):
+            answer = requests[number + 1].messages[len(request.messages)]  # the next request repeats it
+            index.add(str(number), walk, answer)
+            output = np.asarray([*renderer().encode(answer.content), 2], dtype=np.int32)
+            stored = StoredCall(str(number), len(request.messages), (prompt.ids, output), 2)
 
 
-def answered(request: CanonicalRequest, following: CanonicalRequest, prompt_ids: Any) -> StoredCall:
-    """The stored call whose answer the next request repeats."""
-    answer = following.messages[len(request.messages)]
-    output = np.asarray([*renderer().encode(answer.content), 2], dtype=np.int32)
-    return StoredCall("c", request.messages, answer, prompt_ids, output, "stop", request.tools)
+def walk_of(index: ConversationIndex, request: CanonicalRequest) -> Walk:
+    return index.walk(stable_messages(request.messages), request.tools)
 
 
 def test_side_calls_and_compactions_are_forks() -> None:
     multi = [openai_chat.parse(load(CAPTURES / f"opencode/oc-multi-0{number}.json")["body"]) for number in (1, 2)]
-    calls = [StoredCall("title", multi[0].messages, multi[1].messages[0], np.empty(0), np.empty(0), "stop")]
-    assert match(calls, multi[1].messages, multi[1].tools) is None
+    index = ConversationIndex()
+    index.add("title", walk_of(index, multi[0]), multi[1].messages[0])
+    assert index.match(walk_of(index, multi[1])) is None

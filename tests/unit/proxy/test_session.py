@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import TemplateError
 from services.proxy.renderer import HfRenderer
-from services.proxy.session import Prompt, StoredCall, build_prompt, match
+from services.proxy.session import Bridge, Prompt, StoredCall
 from services.proxy.types import CanonicalRequest, Message, ToolCall
 from tests.unit.proxy.templates import (
     CHATML,
@@ -38,6 +39,14 @@ def request(*messages: Message, tools: tuple[dict[str, Any], ...] = ()) -> Canon
     return CanonicalRequest("openai_chat", "m", messages, tools)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A stored call, and its answer as the harness saw it."""
+
+    call: StoredCall
+    answer: Message
+
+
 def answered(
     asked: CanonicalRequest,
     prompt: Prompt,
@@ -45,13 +54,20 @@ def answered(
     using: HfRenderer,
     *,
     end: Sequence[int] = (IM_END,),
-    call_id: str = "c",
     seen: Message | None = None,
-) -> StoredCall:
+) -> Stored:
     """The stored call of a model that answered ``text``."""
-    output = np.asarray([*using.encode(text), *end], dtype=np.int32)
-    reason = "stop" if end else "length"
-    return StoredCall(call_id, asked.messages, seen or assistant(text), prompt.ids, output, reason, asked.tools)
+    return sampled(asked, prompt, [*using.encode(text), *end], seen or assistant(text))
+
+
+def sampled(asked: CanonicalRequest, prompt: Prompt, output_ids: Sequence[int], answer: Message) -> Stored:
+    output = np.asarray(output_ids, dtype=np.int32)
+    last = output_ids[-1] if output_ids else -1
+    return Stored(StoredCall("c", len(asked.messages), (prompt.ids, output), last), answer)
+
+
+def build_prompt(using: Any, stored: Stored | None, asked: CanonicalRequest) -> Prompt:
+    return Bridge(using).prompt(stored and stored.call, asked)
 
 
 class Counting:
@@ -88,7 +104,7 @@ def test_bridge_equals_the_full_rendering_of_canonical_text(template: str) -> No
     assert bridged.ids.tolist() == full
     assert bridged.ids.dtype == np.int32
     assert not bridged.is_false_fork
-    assert bridged.num_new_tokens == len(full) - len(stored.prompt_ids) - len(stored.output_ids)
+    assert bridged.num_new_tokens == len(full) - sum(map(len, stored.call.history))
 
 
 def test_newline_behind_a_sampled_end_of_turn_is_not_lost() -> None:
@@ -151,9 +167,7 @@ def test_sampled_ids_are_kept_where_they_are_not_canonical() -> None:
     prompt = build_prompt(using, None, first)
     letters = [token for letter in "done" for token in using.encode(letter)]
     assert letters != using.encode("done")
-    stored = StoredCall(
-        "c", first.messages, assistant("done"), prompt.ids, np.asarray([*letters, IM_END], np.int32), "stop"
-    )
+    stored = sampled(first, prompt, [*letters, IM_END], assistant("done"))
 
     bridged = build_prompt(using, stored, request(*first.messages, stored.answer, user("more")))
 
@@ -263,77 +277,72 @@ def test_any_conversation_is_bridged_to_the_text_that_the_template_renders(
     """Text is always equal; ids are equal as long as every answer was canonical where it stood."""
     using = renderer(template)
     messages: tuple[Message, ...] = () if system is None else (Message("system", system),)
-    calls: list[StoredCall] = []
+    stored: Stored | None = None
+    bridge = Bridge(using)
     canonical = True
-    for number, (asked, text, is_whole) in enumerate(turns):
+    for asked, text, is_whole in turns:
         messages = (*messages, user(asked))
         now = request(*messages)
-        matched = match(calls, now.messages, now.tools)
-        assert (matched.call_id if matched else None) == (str(number - 1) if number else None)
-        prompt = build_prompt(using, matched, now)
+        prompt = bridge.prompt(stored and stored.call, now)
         rendered = using.render(messages, (), True)
         assert not prompt.is_false_fork
         assert using.decode(prompt.ids.tolist()) == rendered
         if canonical:
             assert prompt.ids.tolist() == using.encode(rendered)
         end = (IM_END,) if is_whole else ()
-        calls.append(answered(now, prompt, text, using, end=end, call_id=str(number)))
+        stored = answered(now, prompt, text, using, end=end)
         messages = (*messages, assistant(text))
         so_far = [*prompt.ids.tolist(), *using.encode(text), IM_END]
         canonical = canonical and so_far == using.encode(rendered + text + "<|im_end|>")
 
 
-# --- matching --------------------------------------------------------------------------------------------------
+class Seeing:
+    """A renderer that notes how many messages it renders."""
+
+    def __init__(self, inner: HfRenderer) -> None:
+        self.inner = inner
+        self.rendered: list[int] = []
+
+    @property
+    def end_of_turn(self) -> Mapping[int, str]:
+        return self.inner.end_of_turn
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        self.rendered.append(len(messages))
+        return self.inner.render(messages, tools, add_generation_prompt)
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text)
 
 
-def stored(call_id: str, *messages: Message, answer: Message, tools: tuple[dict[str, Any], ...] = ()) -> StoredCall:
-    empty = np.empty(0, np.int32)
-    return StoredCall(call_id, messages, answer, empty, empty, "stop", tools)
+@pytest.mark.parametrize("template", [CHATML, CHATML_DEFAULT_SYSTEM, TOOLS_AND_REASONING])
+def test_of_a_long_conversation_only_a_window_is_rendered(template: str) -> None:
+    using = Seeing(renderer(template))
+    whole = renderer(template)
+    bridge = Bridge(using)
+    asked = request(Message("system", "You are an agent."), user("fix it"))
+    prompt = bridge.prompt(None, asked)
+    for turn in range(40):
+        stored = answered(asked, prompt, f"step {turn}", using.inner)
+        asked = request(*asked.messages, stored.answer, user(f"line {turn}"))
+        using.rendered.clear()
+        prompt = bridge.prompt(stored.call, asked)
+        assert whole.decode(prompt.ids.tolist()) == whole.render(asked.messages, (), True)
+        num_messages = len(asked.messages)
+        if num_messages > 16 and (num_messages - 2).bit_length() == num_messages.bit_length():
+            assert max(using.rendered) == 4  # system, the last user message, the answer, what is new
 
 
-def test_longest_stored_call_is_continued() -> None:
-    a = stored("a", user("1"), answer=assistant("2"))
-    b = stored("b", user("1"), assistant("2"), user("3"), answer=assistant("4"))
-    assert match([b, a], (user("1"), assistant("2"), user("3"), assistant("4"), user("5")), ()) is b
-    assert match([b, a], (user("1"), assistant("2"), user("other")), ()) is a
+COUNTS_MESSAGES = CHATML.replace("{% if add_generation_prompt", "({{ messages | length }}){% if add_generation_prompt")
 
 
-def test_other_history_or_other_tools_do_not_match() -> None:
-    call = stored("a", user("1"), answer=assistant("2"))
-    assert match([call], (user("1"), assistant("x"), user("3")), ()) is None
-    assert match([call], (user("0"), assistant("2"), user("3")), ()) is None
-    assert match([call], (user("1"),), ()) is None
-    assert match([call], (user("1"), assistant("2"), user("3")), TOOLS) is None
-
-
-def test_white_space_around_an_answer_and_dropped_reasoning_do_not_fork() -> None:
-    call = stored("a", user("1"), answer=assistant("2\n\n", reasoning="because"))
-    assert match([call], (user("1"), assistant("2"), user("3")), ()) is call
-
-
-def test_tool_calls_are_equal_by_value_whatever_their_ids() -> None:
-    def turn(one: str, two: str, answers: tuple[str, str]) -> tuple[Message, ...]:
-        calls = (ToolCall(one, "bash", {"a": 1, "b": 2}), ToolCall(two, "bash", {"b": 2, "a": 1}))
-        return (
-            assistant("", tool_calls=calls),
-            Message("tool", "x", tool_call_id=answers[0]),
-            Message("tool", "y", tool_call_id=answers[1]),
-        )
-
-    call = stored("a", user("1"), *turn("p", "q", ("p", "q")), answer=assistant("ok"))
-    assert match([call], (user("1"), *turn("r", "s", ("r", "s")), assistant("ok"), user("2")), ()) is call
-    assert match([call], (user("1"), *turn("r", "s", ("s", "r")), assistant("ok"), user("2")), ()) is None
-
-
-def test_changing_billing_line_does_not_fork() -> None:
-    def system(stamp: str) -> Message:
-        return Message("system", f"x-anthropic-billing-header: cch={stamp}\nYou are an agent.")
-
-    call = stored("a", system("1"), user("1"), answer=assistant("2"))
-    assert match([call], (system("2"), user("1"), assistant("2"), user("3")), ()) is call
-
-
-def test_of_equal_calls_the_one_with_the_same_reasoning_then_the_newest_is_continued() -> None:
-    calls = [stored(name, user("1"), answer=assistant("2", reasoning=name)) for name in ("x", "y", "z")]
-    assert match(calls, (user("1"), assistant("2", reasoning="y"), user("3")), ()) is calls[1]
-    assert match(calls, (user("1"), assistant("2"), user("3")), ()) is calls[2]
+def test_a_template_that_looks_back_is_rendered_as_a_whole() -> None:
+    using = renderer(COUNTS_MESSAGES)
+    bridge = Bridge(using)
+    asked = request(user("fix it"))
+    prompt = bridge.prompt(None, asked)
+    for turn in range(30):
+        stored = answered(asked, prompt, f"step {turn}", using)
+        asked = request(*asked.messages, stored.answer, user(f"line {turn}"))
+        prompt = bridge.prompt(stored.call, asked)
+        assert using.decode(prompt.ids.tolist()).endswith(f"({len(asked.messages)})<|im_start|>assistant\n")

@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import ContextLengthError
 from services.proxy.types import Message, ToolCall
 from services.rollout.types import Sampling
-from services.trajectory.records import holding_sampling, messages_of, share_messages
+from services.trajectory.records import holding_sampling, messages_of, new_in_request
 from tests.unit.trajectory.world import ask, data_of
 
 
@@ -41,10 +41,17 @@ def test_messages_survive_being_stored_as_json() -> None:
     assert messages_of(json.loads(json.dumps(data_of(request)))) == request.messages
 
 
-def test_equal_messages_are_kept_once() -> None:
-    known = ask("a", "b").messages
-    messages, num_shared = share_messages(ask("a", "b", "c").messages, known)
-    assert num_shared == 2
-    assert messages[0] is known[0]
-    assert messages == ask("a", "b", "c").messages
-    assert share_messages(ask("x", "b").messages, known) == (ask("x", "b").messages, 0)
+def test_what_the_parents_request_had_is_left_out_of_a_request() -> None:
+    request = ask("a", "b", "c", temperature=1)
+    new = new_in_request(request, 2, shares_tools=True)
+    assert new["messages"][:2] == [{}, {}]
+    assert messages_of({"messages": new["messages"][2:]}) == request.messages[2:]
+    assert new["requested_sampling"] == {"temperature": 1}
+    assert json.loads(json.dumps(new)) == new
+
+
+def test_a_billing_line_that_is_not_rendered_is_kept_in_the_record() -> None:
+    line = "x-anthropic-billing-header: cch=1\nYou are an agent."
+    request = type(ask())("openai_chat", "m", (Message("system", line), Message("user", "a")))
+    assert new_in_request(request, 1, shares_tools=True)["raw_system"] == {"0": line}
+    assert "raw_system" not in new_in_request(ask("a", "b"), 1, shares_tools=True)

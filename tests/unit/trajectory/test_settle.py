@@ -8,8 +8,11 @@ from services.trajectory.config import TrajectoryConfig
 from services.trajectory.microstep import build_micro_steps
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
+from services.trajectory.types import LossReason
 from tests.unit.trajectory.trees import make_call, make_tree
 from tests.unit.trajectory.world import make_result, make_spec
+
+CONFIG = TrajectoryConfig()
 
 
 def final(run: int, reward: float | None, outcome: Outcome = Outcome.FINISHED, *, trainable: bool = True) -> FinalRun:
@@ -71,16 +74,56 @@ def test_equal_rewards_are_lost_or_kept_as_the_job_says() -> None:
     assert set(kept.advantages.values()) == {0.0}
 
 
-@pytest.mark.parametrize("outcome", list(Outcome))
-def test_an_overflowed_context_explains_only_the_ends_that_it_causes(outcome: Outcome) -> None:
-    assert settle_outcome(outcome, context_overflowed=False, engine_lost=False) == outcome
-    changed = {Outcome.FINISHED, Outcome.HARNESS_CRASH, Outcome.CONTEXT_LIMIT}
-    expected = Outcome.CONTEXT_LIMIT if outcome in changed else outcome
-    assert settle_outcome(outcome, context_overflowed=True, engine_lost=False) == expected
+def test_a_run_that_could_not_be_set_up_counts_as_the_job_says() -> None:
+    """Rewards 0, 1 and a placeholder's 0: mean 1/3, sample deviation sqrt(1/3)."""
+    runs = [final(0, 0.0), final(1, 1.0), final(2, None, Outcome.SETUP_FAILURE)]
+    dropped = settle(*runs)
+    assert dropped.result.rewards == (0.0, 1.0)
+    placed = settle(*runs, config=TrajectoryConfig(setup_failure="placeholder"))
+    assert placed.result.rewards == (0.0, 1.0, 0.0)
+    assert placed.result.num_targets == dropped.result.num_targets == 6
+    assert placed.advantages["g000000-r1"] == pytest.approx((2 / 3) / math.sqrt(1 / 3), rel=1e-4)
+    assert placed.advantages["g000000-r2"] == placed.advantages["g000000-r0"] < 0
+    (micro_step,) = build_micro_steps("g000000", placed.runs, 1000)
+    assert [run.run_id for run in micro_step.runs] == ["g000000-r0", "g000000-r1"]
+
+
+def test_each_lost_group_has_a_reason_to_count_by() -> None:
+    assert settle(final(0, 0.0), final(1, None)).result.loss_reason is LossReason.TOO_FEW_COUNTED
+    assert settle(final(0, 1.0), final(1, 1.0)).result.loss_reason is LossReason.EQUAL_REWARDS
+    untrained = settle(final(0, 0.0, trainable=False), final(1, 1.0, trainable=False))
+    assert untrained.result.loss_reason is LossReason.NOTHING_TO_TRAIN
+    held_out = settle_group(make_spec(is_eval=True), [final(0, 0.0), final(1, 1.0)], CONFIG, drop_equal_rewards=True)
+    assert held_out.result.loss_reason is LossReason.HELD_OUT
+    assert settle(final(0, 0.0), final(1, 1.0)).result.loss_reason is None
+
+
+def test_what_was_selected_of_each_counted_run_is_told() -> None:
+    settlement = settle(final(0, 0.0), final(1, 1.0), final(2, None))
+    advantage, selection = settlement.settled["g000000-r0"]
+    assert advantage == settlement.advantages["g000000-r0"]
+    assert selection is not None
+    assert (selection.leaf_call_ids, selection.target_call_ids) == (("r0-c1",), ("r0-c0", "r0-c1"))
+    assert settlement.settled.keys() == {"g000000-r0", "g000000-r1"}
+
+
+ENDED = {Outcome.FINISHED, Outcome.HARNESS_CRASH}
+WAITED = {Outcome.HARNESS_TIMEOUT, Outcome.WALL_TIMEOUT}
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_a_lost_engine_explains_only_the_ends_that_it_causes(outcome: Outcome) -> None:
-    changed = {Outcome.FINISHED, Outcome.HARNESS_CRASH, Outcome.HARNESS_TIMEOUT}
-    expected = Outcome.ENGINE_LOSS if outcome in changed else outcome
-    assert settle_outcome(outcome, context_overflowed=False, engine_lost=True) == expected
+@pytest.mark.parametrize(
+    ("befell", "explained", "by"),
+    [
+        ({}, set(), None),
+        ({"context_overflowed"}, ENDED, Outcome.CONTEXT_LIMIT),
+        ({"turn_limited"}, ENDED | WAITED, Outcome.TURN_LIMIT),
+        ({"engine_lost"}, ENDED | WAITED, Outcome.ENGINE_LOSS),
+        ({"engine_lost", "turn_limited"}, ENDED | WAITED, Outcome.ENGINE_LOSS),
+    ],
+)
+def test_what_befell_the_last_call_explains_only_the_ends_that_it_causes(
+    outcome: Outcome, befell: set[str], explained: set[Outcome], by: Outcome | None
+) -> None:
+    known = {name: name in befell for name in ("context_overflowed", "turn_limited", "engine_lost")}
+    assert settle_outcome(outcome, **known) == (by if outcome in explained else outcome)

@@ -15,8 +15,6 @@ from services.trajectory.microstep import ScoredRun
 from services.trajectory.select import select
 from services.trajectory.tree import TrajectoryTree, TreeCall
 
-NO_LIMIT = 1 << 30
-
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """For property tests: a busy machine is no failure."""
 
@@ -80,7 +78,7 @@ def tree_calls(draw: st.DrawFn, run: int = 0, max_calls: int = 7) -> list[TreeCa
 def scored_runs(draw: st.DrawFn, max_runs: int = 4) -> list[ScoredRun]:
     """A group: runs that share the beginning of their first prompt."""
     shared = draw(st.lists(st.integers(3, 4), max_size=5))
-    limit = draw(st.sampled_from([1, 2, NO_LIMIT]))
+    limit = draw(st.sampled_from([1, 2, None]))
     runs = []
     for number in range(draw(st.integers(1, max_runs))):
         tree = TrajectoryTree()
@@ -88,7 +86,7 @@ def scored_runs(draw: st.DrawFn, max_runs: int = 4) -> list[ScoredRun]:
             first = np.asarray([*shared, *call.new_prompt_ids], dtype=np.int32)
             tree.append(call if call.parent_call_id else make_first(call, first))
         run_id = f"g000000-r{number}"
-        selection = select(tree, max_trajectories=limit, seed=draw(st.integers(0, 3)), run_id=run_id)
+        selection = select(tree, {}, max_trajectories=limit, seed=draw(st.integers(0, 3)), run_id=run_id)
         runs.append(ScoredRun(run_id, draw(st.floats(-2, 2)), tree, selection))
     return runs
 
