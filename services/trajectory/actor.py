@@ -25,7 +25,7 @@ from services.trajectory.microstep import build_micro_steps
 from services.trajectory.outcome import Outcome
 from services.trajectory.records import check_record, holding_sampling
 from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
-from services.trajectory.store import GroupState, RunFilter, Store, StoredGroup
+from services.trajectory.store import GroupState, RunFilter, Store, StoreConfig, StoredGroup
 from services.trajectory.tree import TrajectoryTree
 from services.trajectory.types import CallRecord, CallTicket, GroupResult, GroupSpec, RunSummary
 
@@ -94,7 +94,7 @@ class TrajectoryShard:
         self._as_ref = as_ref
         self._drop_equal_rewards = drop_equal_rewards
         self._bridge = Bridge(renderer or load_renderer(model_path))
-        self._store = Store(store_dir, index)
+        self._store = Store(StoreConfig(), job_id, index, store_dir)
         self._writer = ThreadPoolExecutor(1, f"shard-{index}-store")
         self._tokenizer = ThreadPoolExecutor(1, f"shard-{index}-tokenizer")  # tokenizers are not thread-safe
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -370,7 +370,8 @@ class TrajectoryShard:
             raise InvariantError(f"group {group.spec.group_id} is not complete", f"unfinished: {', '.join(unfinished)}")
         final = [run for run in runs if run is not None]
         settlement = await asyncio.to_thread(self._settlement, group, final, self._drop_equal_rewards)
-        await self._in_writer(self._store.finish_group, settlement.result, dict(settlement.advantages))
+        settled = {run_id: (advantage, None) for run_id, advantage in settlement.advantages.items()}
+        await self._in_writer(self._store.finish_group, settlement.result, settled)
         group.settlement = settlement
         if not settlement.result.ready:
             self._groups.pop(group.spec.group_id, None)

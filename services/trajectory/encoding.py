@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from services.common.types import VersionSpan
 from services.rollout.types import RunResult
 from services.trajectory.outcome import Outcome
-from services.trajectory.types import CallRecord, GroupResult, Logprobs, TokenIds
+from services.trajectory.types import (
+    CallRecord,
+    CallRole,
+    GroupResult,
+    Logprobs,
+    LossReason,
+    RunSelection,
+    TokenIds,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,19 @@ class CallRow:
     """Leading messages of the request that equal those of the parent's request."""
     shares_tools: bool
     """The request has the tools of the parent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What of a call's row moves into an object when its attempt is sealed."""
+
+    prompt: TokenIds
+    output: TokenIds
+    logprobs: Logprobs
+    request: bytes
+    """JSON, in UTF-8 that may hold lone surrogates, as harnesses may send them."""
+    rest: str
+    """JSON of the fields that are only ever read together."""
 
 
 def columns_of(row: CallRow) -> dict[str, Any]:
@@ -50,16 +71,27 @@ def columns_of(row: CallRow) -> dict[str, Any]:
         "prompt": _pack(np.asarray(row.new_prompt_ids, dtype="<i4")),
         "output": _pack(np.asarray(record.output_ids, dtype="<i4")),
         "logprobs": _pack(np.asarray(record.logprobs, dtype="<f4")),
-        "request": _pack_request(row),
+        "request": zlib.compress(_request_json(row), 6),
         "rest": json.dumps(_rest(row)),
     }
 
 
-def call_row(columns: Mapping[str, Any], parent: CallRow | None) -> CallRow:
-    """The call of a row of the store, given its parent's."""
-    rest = json.loads(columns["rest"])
+def payload_of(columns: Mapping[Any, Any]) -> Payload:
+    """The payload of a call's columns, uncompressed."""
+    return Payload(
+        prompt=_unpack_ids(columns["prompt"]),
+        output=_unpack_ids(columns["output"]),
+        logprobs=_unpack_logprobs(columns["logprobs"]),
+        request=zlib.decompress(columns["request"]),
+        rest=columns["rest"],
+    )
+
+
+def call_row(columns: Mapping[Any, Any], payload: Payload, parent: CallRow | None) -> CallRow:
+    """The call of a row of the store, given its payload and its parent's row."""
+    rest = json.loads(payload.rest)
     num_shared, shares_tools = rest.pop("num_shared_messages"), rest.pop("shares_tools")
-    request = json.loads(zlib.decompress(columns["request"]))
+    request = json.loads(payload.request.decode("utf-8", "surrogatepass"))
     if parent is not None:
         request["messages"] = [*parent.record.request["messages"][:num_shared], *request["messages"]]
         if shares_tools:
@@ -73,12 +105,11 @@ def call_row(columns: Mapping[str, Any], parent: CallRow | None) -> CallRow:
         parent_call_id=columns["parent_call_id"],
         request=request,
         prompt_ids=np.empty(0, dtype=np.int32),
-        output_ids=_unpack_ids(columns["output"]),
-        logprobs=_unpack_logprobs(columns["logprobs"]),
+        output_ids=payload.output,
+        logprobs=payload.logprobs,
         **rest,
     )
-    new_ids = _unpack_ids(columns["prompt"])
-    return CallRow(record, columns["ordinal"], columns["num_prompt_tokens"], new_ids, num_shared, shares_tools)
+    return CallRow(record, columns["ordinal"], columns["num_prompt_tokens"], payload.prompt, num_shared, shares_tools)
 
 
 def with_prompts(rows: Sequence[CallRow]) -> list[CallRecord]:
@@ -102,7 +133,31 @@ def run_result(data: str) -> RunResult:
 
 def group_result(data: str) -> GroupResult:
     given = json.loads(data)
+    loss_reason = given.get("loss_reason")  # results were once written without
+    given["loss_reason"] = None if loss_reason is None else LossReason(loss_reason)
     return GroupResult(**{**given, "rewards": tuple(given["rewards"])})
+
+
+def selection_json(selection: RunSelection) -> str:
+    return json.dumps(asdict(selection))
+
+
+def run_selection(data: str) -> RunSelection:
+    given = json.loads(data)
+    return RunSelection(
+        **{
+            **given,
+            "leaf_call_ids": tuple(given["leaf_call_ids"]),
+            "leaf_roles": tuple(CallRole(role) for role in given["leaf_roles"]),
+            "target_call_ids": tuple(given["target_call_ids"]),
+            "left_out": {CallRole(role): num_tokens for role, num_tokens in given["left_out"].items()},
+        }
+    )
+
+
+def plain_text(text: str) -> str:
+    """Text as every database takes it: without lone surrogates and NUL characters."""
+    return text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "\N{REPLACEMENT CHARACTER}")
 
 
 def _rest(row: CallRow) -> dict[str, Any]:
@@ -119,15 +174,16 @@ def _rest(row: CallRow) -> dict[str, Any]:
         "requested_sampling": record.requested_sampling,
         "num_shared_messages": row.num_shared_messages,
         "shares_tools": row.shares_tools,
+        **({"agent_id": record.agent_id} if record.agent_id else {}),
     }
 
 
-def _pack_request(row: CallRow) -> bytes:
+def _request_json(row: CallRow) -> bytes:
     request = dict(row.record.request)
     request["messages"] = list(request["messages"])[row.num_shared_messages :]
     if row.shares_tools:
         request.pop("tools", None)
-    return zlib.compress(json.dumps(request, ensure_ascii=False).encode(), 6)
+    return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def _pack(array: NDArray[Any]) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 from services.common.errors import ConfigError, MachineError, NotFoundError
 from services.trajectory.encoding import CallRow
 from services.trajectory.outcome import Outcome
-from services.trajectory.store import SCHEMA_VERSION, GroupState, RunFilter, Store, list_runs, read_run
+from services.trajectory.store import SCHEMA_VERSION, GroupState, RunFilter, Store, StoreConfig, list_runs, read_run
 from services.trajectory.types import CallTicket, GroupResult
 from tests.unit.trajectory.world import SAMPLING, answer, ask, call, data_of, make_result, make_spec, open_shard
 
@@ -24,7 +24,7 @@ RUN = "g000000-r0"
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store(str(tmp_path), 0)
+    opened = Store(StoreConfig(), "job", 0, tmp_path)
     yield opened
     opened.close()
 
@@ -83,7 +83,7 @@ def test_runs_are_listed_by_what_became_of_them(store: Store, tmp_path: Path) ->
 
 
 def test_runs_of_all_shards_are_listed_in_order_of_dispatch(store: Store, tmp_path: Path) -> None:
-    other = Store(str(tmp_path), 1)
+    other = Store(StoreConfig(), "job", 1, tmp_path)
     store.open_group(make_spec(1))
     other.open_group(make_spec(0))
     other.close()
@@ -104,7 +104,7 @@ def test_only_untrained_groups_that_may_be_trained_are_live(store: Store) -> Non
     for index in range(5):
         store.open_group(make_spec(index))
     for index in range(3):
-        store.finish_group(make_group_result(f"g00000{index}", ready=index != 2), {f"g00000{index}-r0": 1.0})
+        store.finish_group(make_group_result(f"g00000{index}", ready=index != 2), {f"g00000{index}-r0": (1.0, None)})
     store.mark_trained(["g000000"], 4)
     store.end_group("g000003", GroupState.DROPPED, "too old")
     assert [one.spec.group_id for one in store.live_groups()] == ["g000001", "g000004"]
@@ -125,7 +125,7 @@ def test_a_store_of_another_schema_is_refused_and_left_as_it_is(tmp_path: Path) 
         db.execute("CREATE TABLE groups (x)")
     db.close()
     before = path.read_bytes()
-    for attempt in (lambda: Store(str(tmp_path), 0), lambda: list_runs(str(tmp_path))):
+    for attempt in (lambda: Store(StoreConfig(), "job", 0, tmp_path), lambda: list_runs(str(tmp_path))):
         with pytest.raises(ConfigError, match=f"schema version {SCHEMA_VERSION + 1}"):
             attempt()
     assert path.read_bytes() == before
@@ -134,16 +134,16 @@ def test_a_store_of_another_schema_is_refused_and_left_as_it_is(tmp_path: Path) 
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shard-0.sqlite3").write_bytes(b"something else entirely" * 100)
     with pytest.raises(ConfigError):
-        Store(str(tmp_path), 0)
+        Store(StoreConfig(), "job", 0, tmp_path)
 
 
 def test_a_store_has_one_writer(store: Store, tmp_path: Path) -> None:
     with pytest.raises(MachineError):
-        Store(str(tmp_path), 0)
+        Store(StoreConfig(), "job", 0, tmp_path)
 
 
 def test_a_finished_store_can_be_read_where_nothing_may_be_written(tmp_path: Path) -> None:
-    store = Store(str(tmp_path), 0)
+    store = Store(StoreConfig(), "job", 0, tmp_path)
     store.open_group(make_spec())
     store.close()
     tmp_path.chmod(0o555)

@@ -1,0 +1,210 @@
+"""Group commit: operations from any thread share transactions, each in a savepoint of its own.
+
+One thread takes operations from a queue and runs them in a transaction. It commits as soon as nothing more is waiting,
+and at the latest after the interval; meanwhile the next operations gather. So a single operation waits for nobody, and
+many share one flush of the disk. Futures are resolved when the commit that holds their operation is durable.
+
+An operation's own error undoes that operation only. Where a connection breaks before its commit, nothing was
+committed: the operations are run once more on a new one. Where it breaks in the commit itself nobody can know, so all
+of them fail.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import sqlalchemy as sa
+
+from services.common.errors import MachineError
+from services.trajectory.store.dialect import ends_transaction, first_line
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Operation(Generic[_T]):
+    work: Callable[[], _T]
+    future: Future[_T] = field(default_factory=Future)
+    value: _T | None = None
+    error: BaseException | None = None
+    after: list[Callable[[], None]] = field(default_factory=list)
+    """What is to be done once it is committed."""
+
+
+class _BrokenError(Exception):
+    """The transaction cannot go on."""
+
+
+class GroupCommit:
+    """A thread that writes through one connection."""
+
+    def __init__(
+        self,
+        open_connection: Callable[[], sa.Connection],
+        interval_s: float,
+        name: str,
+        on_commit: Callable[[float, int], None] = lambda seconds, num_operations: None,
+    ) -> None:
+        """``open_connection`` is called in the thread, again whenever a connection was lost.
+
+        ``on_commit`` hears of each commit: its seconds and the operations in it.
+        """
+        self._open_connection = open_connection
+        self._interval_s = interval_s
+        self._on_commit = on_commit
+        self._queue: queue.SimpleQueue[_Operation[Any] | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._connection: sa.Connection | None = None
+        self._current: _Operation[Any] | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], _T]) -> Future[_T]:
+        """Run ``work`` in a commit. It may use ``connection`` and ``after_commit``."""
+        operation = _Operation(work)
+        with self._closing:
+            if self._is_closed:
+                raise MachineError("the store is closed.", "Its shard has ended.")
+            self._queue.put(operation)
+        return operation.future
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the caller is an operation."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def connection(self) -> sa.Connection:
+        """For operations: the connection, inside the transaction."""
+        if not self.is_inside or self._connection is None:
+            raise AssertionError("only operations have the connection")
+        return self._connection
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """For operations: do something once the operation is durable."""
+        if self._current is not None:
+            self._current.after.append(action)
+
+    def close(self) -> None:
+        """Finish what was submitted, then let go of the connection. Closing twice changes nothing."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            batch: list[_Operation[Any]] = []
+            try:
+                self._commit(operation, batch)
+            except BaseException as error:
+                self._drop_connection()
+                failure = error if isinstance(error, MachineError) else _failure(error)
+                for one in batch:
+                    one.future.set_exception(one.error or failure)
+            else:
+                _resolve(batch)
+            del operation, batch  # what they hold is not kept alive while the queue is empty
+        self._drop_connection()
+
+    def _commit(self, first: _Operation[Any], batch: list[_Operation[Any]]) -> None:
+        """Run and commit ``first`` and what follows it; ``batch`` gets all operations that were taken."""
+        started_s = time.monotonic()
+        if first.future.set_running_or_notify_cancel():
+            batch.append(first)
+        for is_last_try in (False, True):
+            if self._connection is None:
+                self._connection = self._opened(batch)
+            try:
+                with self._connection.begin() as transaction:
+                    self._fill(batch, started_s + self._interval_s)
+                    transaction.commit()
+            except _BrokenError as error:
+                self._drop_connection()
+                if is_last_try:
+                    raise error.__cause__ or error from None
+            else:
+                self._on_commit(time.monotonic() - started_s, len(batch))
+                return
+
+    def _opened(self, batch: list[_Operation[Any]]) -> sa.Connection:
+        try:
+            return self._open_connection()
+        except BaseException:
+            while not self._queue.empty():  # they waited as long: all fail now, not one timeout after the other
+                operation = self._queue.get()
+                if operation is None:
+                    self._queue.put(None)
+                    break
+                if operation.future.set_running_or_notify_cancel():
+                    batch.append(operation)
+            raise
+
+    def _fill(self, batch: list[_Operation[Any]], deadline_s: float) -> None:
+        for operation in batch:  # the first one; all of a transaction that was lost
+            self._perform(operation)
+        while time.monotonic() < deadline_s:
+            try:
+                taken = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if taken is None:
+                self._queue.put(None)
+                return
+            if taken.future.set_running_or_notify_cancel():
+                batch.append(taken)
+                self._perform(taken)
+
+    def _perform(self, operation: _Operation[Any]) -> None:
+        operation.error, operation.after = None, []
+        self._current = operation
+        connection = self.connection
+        try:
+            with connection.begin_nested():
+                operation.value = operation.work()
+        except Exception as error:
+            try:
+                is_broken = ends_transaction(connection, error) or not connection.in_transaction()
+            except Exception:
+                is_broken = True
+            if is_broken:
+                raise _BrokenError from error
+            operation.error = error
+        finally:
+            self._current = None
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                connection.close()
+            except Exception:
+                connection.invalidate()
+
+
+def _resolve(batch: list[_Operation[Any]]) -> None:
+    for operation in batch:
+        if operation.error is not None:
+            operation.future.set_exception(operation.error)
+            continue
+        for action in operation.after:
+            action()
+        operation.future.set_result(operation.value)
+
+
+def _failure(error: BaseException) -> MachineError:
+    failure = MachineError(
+        f"the store could not be written ({first_line(error)}).",
+        "See that its disk has room and its database runs. What was being written may be stored or not.",
+    )
+    failure.__cause__ = error
+    return failure
