@@ -44,6 +44,7 @@ from services.proxy.deployment import ProxySettings, proxy_application
 from services.rollout.actor import Runner
 from services.rollout.cell import RolloutCell
 from services.rollout.engine import engine_env
+from services.rollout.scoring.evaluate import ScoringSetup, judge_key
 from services.rollout.types import Sampling
 from services.scheduler.actor import JobScheduler
 from services.scheduler.events import TrainingFailed
@@ -240,6 +241,7 @@ class _Job:
     def _start_runners(self) -> int:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         rollout = self._config.rollout
+        scoring = ScoringSetup(rollout.scoring, str(self._plan.folder), judge_key(rollout.scoring))
         for index, node in enumerate(nodes):
             strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=True)
             self._actor(
@@ -248,6 +250,8 @@ class _Job:
                 rollout.harness,
                 rollout.sandbox,
                 keep_workspaces=self._config.output.keep_workspaces,
+                scoring=scoring,
+                run_timeout_s=rollout.run_timeout_s,
                 options={"max_restarts": -1, "scheduling_strategy": strategy},
             )
         return len(nodes)

@@ -23,6 +23,7 @@ from services.job.cells import Cells, Emit, comes_back
 from services.job.commit import Commit, write_commit
 from services.job.config import JobConfig, public_config, training_cells
 from services.job.recorder import Recorder
+from services.rollout.scoring.base import longest_scoring_s
 from services.rollout.types import RunResult, RunSpec, Task, UpdateResult
 from services.scheduler.actions import (
     AbortRuns,
@@ -72,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_TIMEOUT_S = 60.0
 _SHARD_TIMEOUT_S = 600.0
-_RUN_MARGIN_S = 120.0  # what an attempt takes besides its harness and its verifier
+_RUN_MARGIN_S = 120.0  # what an attempt takes besides its harness and its scoring
 _PUBLISH_MARGIN_S = 30.0  # so that a cell's own deadline comes first
 
 
@@ -237,7 +238,8 @@ class ClusterPerformer:
         )
         runner = self._runner_of(action.run_id, action.attempt)
         started = time.monotonic()
-        timeout_s = spec.task.agent_timeout_s + 2 * spec.task.verifier_timeout_s + _RUN_MARGIN_S
+        scoring_s = longest_scoring_s(self._config.rollout.scoring, spec.task)
+        timeout_s = spec.task.agent_timeout_s + scoring_s + _RUN_MARGIN_S
         lost_runner = None
         try:
             async with asyncio.timeout(timeout_s):

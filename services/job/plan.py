@@ -20,6 +20,8 @@ from services.job.config import JobConfig
 from services.job.recorder import check_wandb
 from services.rollout.harness import check_harness
 from services.rollout.sandbox import require_sandbox
+from services.rollout.scoring.config import FunctionScoring, HarborScoring
+from services.rollout.scoring.evaluate import check_scoring, describe
 from services.rollout.tasks import load_task_set
 from services.rollout.types import Task
 from services.scheduler.options import JobOptions
@@ -57,6 +59,7 @@ class Plan:
         table.add_row("model", f"{config.model.path} ({self.model_path}), trained {config.trainer.tune.kind}")
         table.add_row("tasks", f"{len(self.train_tasks)} to train on, {len(self.heldout_tasks)} held out")
         table.add_row("harness", f"{harness}, sandbox: {sandbox}")
+        table.add_row("scorer", describe(config.rollout.scoring))
         table.add_row("cells", f"{config.rollout.cells.num_cells} (cell-0 is the core)")
         table.add_row(
             "steps",
@@ -77,11 +80,12 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     """Check all that can be known now. Raises ``ConfigError`` or ``MachineError``; starts and writes nothing
     but the cache of built-in models."""
     base = config_path.resolve().parent
-    train_tasks = tuple(load_task_set(_from(base, config.tasks.train)))
-    heldout_tasks = tuple(load_task_set(_from(base, config.tasks.heldout))) if config.tasks.heldout else ()
+    train_tasks = _load_tasks(config, base, config.tasks.train)
+    heldout_tasks = _load_tasks(config, base, config.tasks.heldout) if config.tasks.heldout else ()
     config = _with_absolute_paths(config, base)
     require_sandbox(config.rollout.sandbox)
     check_harness(config.rollout.harness)
+    check_scoring(config.rollout.scoring)
     check_wandb(config.output.wandb_project)
     if not cluster_address(config.ray):  # in a cluster others listen: its ingress is shared, actors lie on any node
         check_port(config.proxy.host, config.proxy.port, "proxy.host", "proxy.port")
@@ -118,6 +122,11 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     return Plan(job_id, config, folder, model_path, train_tasks, heldout_tasks, options, commit)
 
 
+def _load_tasks(config: JobConfig, base: Path, folder: str) -> tuple[Task, ...]:
+    needs_verifier = isinstance(config.rollout.scoring, HarborScoring)
+    return tuple(load_task_set(_from(base, folder), needs_verifier=needs_verifier))
+
+
 def _model_path(name: str, base: Path) -> str:
     """A folder may be named relative to the configuration file; a built-in name stays what it is."""
     return str(base / name) if (base / name).is_dir() else name
@@ -145,7 +154,7 @@ def check_output(output: Path) -> None:
 
 
 def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
-    """Paths of the harness are relative to the configuration file; its processes run elsewhere."""
+    """Paths of the harness and the scorer are relative to the configuration file; their processes run elsewhere."""
     harness = config.rollout.harness
     absolute = harness.model_copy(
         update={
@@ -153,7 +162,12 @@ def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
             "readonly_paths": tuple(str(_from(base, path)) for path in harness.readonly_paths),
         }
     )
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"harness": absolute})})
+    scoring = config.rollout.scoring
+    if isinstance(scoring, FunctionScoring):
+        folders = tuple(str(_from(base, path)) for path in scoring.python_path)
+        scoring = scoring.model_copy(update={"python_path": folders})
+    rollout = config.rollout.model_copy(update={"harness": absolute, "scoring": scoring})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _commit_of(folder: Path) -> Commit:

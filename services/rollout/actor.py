@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from services.rollout.config import HarnessConfig, SandboxConfig
 from services.rollout.runner import run_attempt
+from services.rollout.scoring.evaluate import BY_TASKS, ScoringSetup
 from services.rollout.types import RunResult, RunSpec
 
 NUM_RESULTS_KEPT = 10_000
@@ -26,14 +27,31 @@ class _Attempt:
 
 
 class Runner:
-    """Executes attempts of runs, each in a thread that waits for its sandbox.
+    """Executes attempts of runs, each in a thread that waits for its sandbox and then for its scorer.
+
+    Both have their own time limits, so no run waits for the scoring of another.
 
     An attempt belongs to the runner, not to whoever asked for it: a scheduler that dies and asks again finds the
     attempt still running, or its result.
     """
 
-    def __init__(self, harness: HarnessConfig, sandbox: SandboxConfig, *, keep_workspaces: bool) -> None:
-        self._execute = functools.partial(run_attempt, harness=harness, sandbox=sandbox, keep_workspace=keep_workspaces)
+    def __init__(
+        self,
+        harness: HarnessConfig,
+        sandbox: SandboxConfig,
+        *,
+        keep_workspaces: bool,
+        scoring: ScoringSetup = BY_TASKS,
+        run_timeout_s: float | None = None,
+    ) -> None:
+        self._execute = functools.partial(
+            run_attempt,
+            harness=harness,
+            sandbox=sandbox,
+            keep_workspace=keep_workspaces,
+            scoring=scoring,
+            run_timeout_s=run_timeout_s,
+        )
         self._threads = ThreadPoolExecutor(harness.max_concurrent_runs, thread_name_prefix="run")
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         """In the order in which they came."""

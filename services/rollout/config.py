@@ -1,10 +1,12 @@
-"""Configuration of the rollout service: engines, cells, the harness and its sandbox."""
+"""Configuration of the rollout service: engines, cells, the harness, its sandbox and its scorer."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from services.rollout.scoring.config import HarborScoring, ScoringConfig
 
 _OWN_ARGUMENTS = frozenset(
     {
@@ -136,7 +138,7 @@ class HarnessConfig(BaseModel):
 
 
 class RolloutConfig(BaseModel):
-    """Engines, cells, sampling, harness, sandbox."""
+    """Engines, cells, sampling, harness, sandbox, scoring."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -145,3 +147,7 @@ class RolloutConfig(BaseModel):
     sampling: SamplingConfig = SamplingConfig()
     harness: HarnessConfig = HarnessConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    scoring: ScoringConfig = HarborScoring()
+    run_timeout_s: float | None = Field(default=None, gt=0)
+    """Limit of a whole attempt of a run before its scoring: workspace, sandbox and harness. Its work is salvaged and
+    scored, as at the harness's own limit. None: no other limit than that one."""

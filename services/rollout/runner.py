@@ -1,14 +1,16 @@
-"""Runs one attempt: workspace, harness in its sandbox, salvage, verifier. What a run does is data, never an error.
+"""Runs one attempt: workspace, harness in its sandbox, salvage, score. What a run does is data, never an error.
 
-run_dir/workspace/       the agent's work; removed once it is scored, if the job does not keep it
+run_dir/workspace/       the agent's work; removed at the end if the job does not keep it, unless it has no score
 run_dir/logs/            harness.stdout, harness.stderr (the last 256 KiB each), agent/ (what the harness wrote)
-run_dir/harness.json     how the harness ended; written before anything is scored
+run_dir/harness.json     how the harness ended; all of these are synced to disk before anything is scored or removed
 run_dir/verifier-N/      stdout, stderr and logs/ of each evaluation
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import stat
 import threading
 import time
 from dataclasses import replace
@@ -27,17 +29,23 @@ from services.rollout.sandbox_command import (
     inside_url,
     proxy_address,
 )
+from services.rollout.scoring.base import ScoredRunView
+from services.rollout.scoring.contents import tree_digest, walk
+from services.rollout.scoring.evaluate import BY_TASKS, ScoringSetup, Verdict, evaluate
 from services.rollout.types import RunResult, RunSpec
-from services.rollout.verifier import Verdict, verify
-from services.rollout.workspaces import copy_tree, remove_tree
+from services.rollout.workspaces import copy_tree, open_tree, remove_tree, sync
 from services.trajectory.outcome import OUTCOME_TABLE, Outcome
 
 CONFIG = "/config"
 INSTRUCTION = "/run/tidegate/instruction.md"
 AGENT_LOGS = "/logs/agent"
 
+_MAX_ANSWER_BYTES = 64 << 10
+_MAX_FILES_SYNCED = 1000
 _OUTCOMES = {
     ExitReason.TIMEOUT: Outcome.HARNESS_TIMEOUT,
+    ExitReason.TOTAL_TIMEOUT: Outcome.WALL_TIMEOUT,
+    ExitReason.DIED: Outcome.SANDBOX_DEATH,
     ExitReason.MEMORY: Outcome.OUT_OF_MEMORY,
     ExitReason.PROCESSES: Outcome.OUT_OF_MEMORY,
     ExitReason.DISK: Outcome.OUT_OF_MEMORY,
@@ -53,28 +61,41 @@ def run_attempt(
     cancel: threading.Event | None = None,
     *,
     keep_workspace: bool = True,
+    scoring: ScoringSetup = BY_TASKS,
+    run_timeout_s: float | None = None,
 ) -> RunResult:
     """Execute one attempt of a run to its final outcome. Blocks; nothing of it runs any more when it returns.
 
-    The harness has the smaller of the task's and the configuration's time. Whatever it left is salvaged first and,
-    where the outcome table says so, scored. ``cancel`` ends the attempt within a fraction of a second. Without
-    ``keep_workspace`` the work is removed at the end, unless its evaluation failed.
+    The harness has the smaller of the task's and the configuration's time, and no more than is left of
+    ``run_timeout_s`` (which counts from now; None: no such limit). Whatever it left is salvaged first and, where the
+    outcome table says so, scored. ``cancel`` ends the attempt within a fraction of a second. Without
+    ``keep_workspace`` the work is removed at the end, unless it is without a score and nobody cancelled the run.
     """
-    result = _execute(spec, harness, sandbox, cancel or threading.Event())
-    is_unscored = OUTCOME_TABLE[result.outcome].scored and result.reward is None
-    if keep_workspace or is_unscored:
+    result = _execute(spec, harness, sandbox, cancel or threading.Event(), scoring, run_timeout_s)
+    is_lost = result.reward is None and result.outcome not in (Outcome.CANCELLED, Outcome.SETUP_FAILURE)
+    if keep_workspace or is_lost:
         return result
     remove_tree(Path(result.workspace))
     return replace(result, workspace="")
 
 
-def _execute(spec: RunSpec, harness: HarnessConfig, sandbox: SandboxConfig, cancel: threading.Event) -> RunResult:
+def _execute(
+    spec: RunSpec,
+    harness: HarnessConfig,
+    sandbox: SandboxConfig,
+    cancel: threading.Event,
+    scoring: ScoringSetup,
+    run_timeout_s: float | None,
+) -> RunResult:
     start_s = time.monotonic()
     run_dir = Path(spec.run_dir)
     try:
         request = _prepare(spec, harness, sandbox)
     except (OSError, ValueError) as error:
         return _result(spec, start_s, Outcome.SETUP_FAILURE, f"cannot prepare the run: {error}")
+    if run_timeout_s is not None:
+        left_s = max(0.0, run_timeout_s - (time.monotonic() - start_s))
+        request = replace(request, limits=replace(request.limits, total_timeout_s=left_s))
     ended = run_sandboxed(request, sandbox.kind, cancel)
     outcome = outcome_of(ended)
     try:
@@ -83,9 +104,9 @@ def _execute(spec: RunSpec, harness: HarnessConfig, sandbox: SandboxConfig, canc
         return _result(spec, start_s, Outcome.SETUP_FAILURE, f"cannot keep the run's work: {error}", ended)
     if not OUTCOME_TABLE[outcome].scored:
         return _result(spec, start_s, outcome, ended.detail, ended)
-    verdict = verify(spec.task, Path(request.workspace), run_dir, sandbox, cancel)
+    verdict = _score(spec, outcome, ended, sandbox, cancel, scoring)
     detail = f"{ended.detail}; {verdict.detail}"
-    return _result(spec, start_s, verdict.failure or outcome, detail, ended, verdict)
+    return _result(spec, start_s, verdict.score.failure or outcome, detail, ended, verdict)
 
 
 def outcome_of(ended: SandboxExit) -> Outcome:
@@ -93,6 +114,51 @@ def outcome_of(ended: SandboxExit) -> Outcome:
     if ended.reason is ExitReason.EXITED:
         return Outcome.FINISHED if ended.exit_code == 0 else Outcome.HARNESS_CRASH
     return _OUTCOMES[ended.reason]
+
+
+def _score(
+    spec: RunSpec,
+    outcome: Outcome,
+    ended: SandboxExit,
+    sandbox: SandboxConfig,
+    cancel: threading.Event,
+    scoring: ScoringSetup,
+) -> Verdict:
+    run_dir = Path(spec.run_dir)
+    workspace, logs = run_dir / "workspace", run_dir / "logs"
+    run = ScoredRunView(
+        task=spec.task,
+        run_id=spec.run_id,
+        attempt=spec.attempt,
+        outcome=outcome,
+        logs_dir=str(logs),
+        answer=ended.stdout[-_MAX_ANSWER_BYTES:].decode(errors="replace"),
+        transcript=_transcript(logs / "agent"),
+        workspace_ref=_digest(workspace),
+    )
+    return evaluate(run, workspace, run_dir, sandbox, scoring, cancel)
+
+
+def _digest(workspace: Path) -> str:
+    """What is about to be scored; empty if it cannot be read, which its evaluation will say."""
+    try:
+        open_tree(workspace)
+        return tree_digest(workspace)
+    except OSError:
+        return ""
+
+
+def _transcript(folder: Path) -> str:
+    """The largest JSON file that the harness left, or nothing."""
+    try:
+        sizes = {
+            path: path.lstat().st_size
+            for name, path in walk(folder)
+            if name.endswith((".json", ".jsonl")) and stat.S_ISREG(path.lstat().st_mode)
+        }
+    except OSError:
+        return ""
+    return str(max(sizes, key=lambda path: sizes[path], default=""))
 
 
 def _prepare(spec: RunSpec, harness: HarnessConfig, sandbox: SandboxConfig) -> SandboxRequest:
@@ -143,7 +209,7 @@ def _prepare(spec: RunSpec, harness: HarnessConfig, sandbox: SandboxConfig) -> S
 
 
 def _salvage(run_dir: Path, outcome: Outcome, ended: SandboxExit) -> None:
-    """Keep what the harness left before anything is scored. The workspace lies in the run's folder already."""
+    """Keep what the harness left, durably, before anything is scored. The workspace is in the run's folder already."""
     logs = run_dir / "logs"
     (logs / "harness.stdout").write_bytes(ended.stdout)
     (logs / "harness.stderr").write_bytes(ended.stderr)
@@ -158,7 +224,12 @@ def _salvage(run_dir: Path, outcome: Outcome, ended: SandboxExit) -> None:
     }
     partial = run_dir / "harness.json.partial"
     partial.write_text(json.dumps(record, indent=1) + "\n")
+    sync(partial)
+    for _, path in itertools.islice(walk(logs), _MAX_FILES_SYNCED):
+        sync(path)
     partial.replace(run_dir / "harness.json")
+    sync(logs)
+    sync(run_dir)
 
 
 def _result(
@@ -173,7 +244,7 @@ def _result(
         run_id=spec.run_id,
         attempt=spec.attempt,
         outcome=outcome,
-        reward=verdict.reward if verdict else None,
+        reward=verdict.score.value if verdict else None,
         wall_s=time.monotonic() - start_s,
         harness_s=ended.wall_s if ended else 0.0,
         verifier_s=verdict.wall_s if verdict else 0.0,
@@ -181,4 +252,6 @@ def _result(
         detail=detail,
         workspace=str(Path(spec.run_dir, "workspace")),
         peak_rss_bytes=ended.peak_rss_bytes if ended else 0,
+        evaluated_ref=verdict.score.evaluated_ref if verdict else "",
+        score_details=verdict.score.details if verdict else {},
     )

@@ -11,6 +11,7 @@ import os
 import secrets
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -31,6 +32,7 @@ from services.rollout.processes import (
     pids_with_mark,
 )
 from services.rollout.sandbox_command import (
+    EXIT_WORD,
     ExitReason,
     Limits,
     Mount,
@@ -45,6 +47,7 @@ from services.rollout.sandbox_command import (
 _MARK = "TIDEGATE_SANDBOX"
 _LOG_TAIL_BYTES = 256 << 10
 _SETUP_TIMEOUT_S = 30.0
+_KILLED = 128 + signal.SIGKILL
 _TICK_S = 0.05
 _SAMPLE_S = 0.2
 _DISK_SAMPLE_S = 1.0
@@ -71,11 +74,11 @@ def run_sandboxed(
     request: SandboxRequest, kind: SandboxKind = "bubblewrap", cancel: threading.Event | None = None
 ) -> SandboxExit:
     """Run the command to its end or to its limits. Blocks; nothing of it runs any more when this returns."""
-    mark = secrets.token_hex(16)
+    mark, start_s = secrets.token_hex(16), time.monotonic()
     try:
         _write_scratch(request)
-        with no_orphans(_MARK, mark), _forwarder(request, kind, mark):
-            return _Watch(request, kind, cancel or threading.Event(), mark).run()
+        with no_orphans(_MARK, mark), _forwarder(request, kind, mark) as forwarder:
+            return _Watch(request, kind, cancel or threading.Event(), mark, forwarder).run(start_s)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
         return SandboxExit(ExitReason.NOT_STARTED, None, 0.0, 0, f"cannot start: {error}", b"", b"")
 
@@ -83,20 +86,28 @@ def run_sandboxed(
 class _Watch:
     """One sandboxed process from its start to its end; a single loop reads, samples and decides."""
 
-    def __init__(self, request: SandboxRequest, kind: SandboxKind, cancel: threading.Event, mark: str) -> None:
+    def __init__(
+        self,
+        request: SandboxRequest,
+        kind: SandboxKind,
+        cancel: threading.Event,
+        mark: str,
+        forwarder: subprocess.Popen[bytes] | None,
+    ) -> None:
         self._request = request
         self._kind = kind
         self._cancel = cancel
         self._mark = mark
+        self._forwarder = forwarder
         self._stdout, self._stderr = Tail(_LOG_TAIL_BYTES), Tail(_LOG_TAIL_BYTES)
-        self._ready, self._info = Tail(1 << 10), Tail(1 << 16)
+        self._told, self._info = Tail(1 << 10), Tail(1 << 16)
         self._selector = selectors.DefaultSelector()
         self._peak_rss_bytes = 0
-        self._overhead = 0 if kind == "none" else (3 if request.proxy else 2)  # two bwrap processes, one socat
+        self._overhead = 0 if kind == "none" else (3 if request.proxy else 2)  # bwrap, the shell in it, one socat
         self._disk = [request.workspace, *(mount.source for mount in request.mounts if mount.writable)]
 
-    def run(self) -> SandboxExit:
-        start_s = time.monotonic()
+    def run(self, start_s: float) -> SandboxExit:
+        """``start_s``: when it was asked for, monotonic."""
         self._spawn()
         try:
             reason, detail, ready_s = self._loop(start_s)
@@ -110,6 +121,8 @@ class _Watch:
             if ready_s is None:
                 reason, exit_code = ExitReason.NOT_STARTED, None
                 detail = self._stderr.last_line() or "the sandbox ended before its command started"
+            elif killed := self._killed_from_outside():
+                reason, exit_code, detail = ExitReason.DIED, None, killed
         wall_s = time.monotonic() - (start_s if ready_s is None else ready_s)
         out, err = self._stdout.content(), self._stderr.content()
         return SandboxExit(reason, exit_code, wall_s, self._peak_rss_bytes, detail, out, err)
@@ -152,7 +165,7 @@ class _Watch:
             os.set_blocking(reader, False)
             self._selector.register(reader, selectors.EVENT_READ, tail)
         self._line.setblocking(False)
-        self._selector.register(self._line.fileno(), selectors.EVENT_READ, self._ready)
+        self._selector.register(self._line.fileno(), selectors.EVENT_READ, self._told)
 
     def _loop(self, start_s: float) -> tuple[ExitReason, str, float | None]:
         """Until the command ends or has to be ended: (reason, detail, when the command itself started)."""
@@ -165,7 +178,7 @@ class _Watch:
             now_s = time.monotonic()
             if ended:
                 self._read(0)
-            if ready_s is None and self._ready.last_line() == "ready":
+            if ready_s is None and self._told.last_line() == "ready":
                 ready_s = now_s
                 self._tell_go()
             if ended:
@@ -176,11 +189,27 @@ class _Watch:
                 return ExitReason.NOT_STARTED, f"the sandbox was not up after {_SETUP_TIMEOUT_S:g} s", None
             if ready_s is not None and now_s - ready_s > limits.timeout_s:
                 return ExitReason.TIMEOUT, f"stopped after {limits.timeout_s:g} s", ready_s
+            if now_s - start_s > limits.total_timeout_s:
+                late = ExitReason.NOT_STARTED if ready_s is None else ExitReason.TOTAL_TIMEOUT
+                return late, f"stopped {limits.total_timeout_s:g} s after it was asked for", ready_s
+            if self._forwarder is not None and (code := self._forwarder.poll()) is not None and code < 0:
+                return ExitReason.DIED, f"its way to the proxy was ended by signal {-code}", ready_s
             if now_s >= next_sample_s:
                 next_sample_s = now_s + _SAMPLE_S
                 if over := self._over_limits(check_disk=now_s >= next_disk_s):
                     return *over, ready_s
                 next_disk_s = now_s + _DISK_SAMPLE_S if now_s >= next_disk_s else next_disk_s
+
+    def _killed_from_outside(self) -> str:
+        """Why the end of the sandbox is none of its command's doing; empty if it is."""
+        if self._kind == "none":
+            return ""
+        code = self._process.returncode
+        if code < 0:
+            return f"bwrap was ended by signal {-code}"
+        if code == _KILLED and not self._told.last_line().startswith(f"{EXIT_WORD} "):
+            return "the sandbox's first process was killed"
+        return ""
 
     def _over_limits(self, *, check_disk: bool) -> tuple[ExitReason, str] | None:
         limits = self._request.limits
@@ -274,10 +303,10 @@ def _write_scratch(request: SandboxRequest) -> None:
 
 
 @contextlib.contextmanager
-def _forwarder(request: SandboxRequest, kind: SandboxKind, mark: str) -> Iterator[None]:
-    """While it is open, the scratch folder's socket leads to the proxy."""
+def _forwarder(request: SandboxRequest, kind: SandboxKind, mark: str) -> Iterator[subprocess.Popen[bytes] | None]:
+    """While it is open, the scratch folder's socket leads to the proxy; the process that does it, if one is needed."""
     if kind == "none" or request.proxy is None:
-        yield
+        yield None
         return
     process = subprocess.Popen(
         forwarder_command(request.proxy),
@@ -294,7 +323,7 @@ def _forwarder(request: SandboxRequest, kind: SandboxKind, mark: str) -> Iterato
             if process.poll() is not None or time.monotonic() > give_up_s:
                 raise OSError("the forwarder to the proxy did not start")
             time.sleep(0.005)
-        yield
+        yield process
     finally:
         kill_pids([*measure_tree(process.pid).pids])
         kill_group(process.pid)

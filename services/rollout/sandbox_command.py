@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,8 +24,12 @@ BASE_ENV = {
 
 _RUNTIME = "/run/tidegate"
 _UID = "1000"
+EXIT_WORD = "exit"
+"""Before the exit code of the command, on the line to the runner."""
 
-# Standard input is a socket to the runner: the command starts when the port answers and the runner has seen it.
+# Standard input is a socket to the runner: the command starts when the port answers and the runner has seen it. The
+# shell is process 1 of the sandbox, which no process in it can kill, and tells how the command ended: a sandbox that
+# is killed without that word was killed from outside.
 _START_SCRIPT = """\
 path=$PATH PATH=/usr/local/bin:/usr/bin:/bin
 if [ "$1" != 0 ]; then
@@ -37,7 +42,10 @@ PATH=$path
 command -v -- "$1" >/dev/null || {{ echo "cannot run '$1': not found in the sandbox" >&2; exit 127; }}
 echo ready >&0
 read -r go <&0 || {{ kill -KILL -1; exit 1; }}
-exec "$@" </dev/null
+(exec "$@") </dev/null
+code=$?
+echo "{exit_word} $code" >&0
+exit $code
 """
 
 
@@ -46,6 +54,11 @@ class ExitReason(StrEnum):
 
     EXITED = "exited"
     TIMEOUT = "timeout"
+    """The command's own limit."""
+    TOTAL_TIMEOUT = "total_timeout"
+    """The limit of everything together, the set-up included."""
+    DIED = "died"
+    """The sandbox's own processes were killed from outside, not by the command."""
     MEMORY = "memory"
     PROCESSES = "processes"
     DISK = "disk"
@@ -77,6 +90,8 @@ class Limits:
     max_processes: int
     workspace_bytes: int
     """Disk below the writable folders; also the largest file."""
+    total_timeout_s: float = math.inf
+    """Wall time, counted from the request on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +156,7 @@ def bubblewrap_command(request: SandboxRequest, system: Sequence[Mount | tuple[s
     tmpfs_bytes = str(request.limits.memory_bytes // 4)
     command = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--uid", _UID, "--gid", _UID]
     command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
-    command += ["--info-fd", str(info_fd)]
+    command += ["--info-fd", str(info_fd), "--as-pid-1"]
     for folder in ("/etc", "/run", "/var"):
         command += ["--perms", "0755", "--dir", folder]
     for entry in system:
@@ -162,7 +177,7 @@ def bubblewrap_command(request: SandboxRequest, system: Sequence[Mount | tuple[s
         command += ["--bind" if mount.writable else "--ro-bind", mount.source, mount.target]
     command += ["--bind", request.workspace, WORKSPACE, "--remount-ro", "/", "--chdir", WORKSPACE]
     port = PROXY_PORT if request.proxy else 0
-    script = _START_SCRIPT.format(socket=f"{_RUNTIME}/proxy.sock")
+    script = _START_SCRIPT.format(socket=f"{_RUNTIME}/proxy.sock", exit_word=EXIT_WORD)
     return [*command, "--", "/bin/sh", "-c", script, "sandbox", str(port), f"0100007F:{port:04X}", *request.command]
 
 

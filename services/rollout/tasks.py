@@ -2,7 +2,8 @@
 
 NAME/instruction.md          what the agent is asked to do
 NAME/task.toml               [metadata], [agent].timeout_sec, [verifier].timeout_sec, [environment].memory_mb
-NAME/tests/test.sh           the verifier; it writes its reward to /logs/verifier/reward.txt or reward.json
+NAME/tests/test.sh           the verifier; it writes its reward to /logs/verifier/reward.txt or reward.json (optional
+                             where the job scores otherwise)
 NAME/environment/files/      optional: copied into the workspace before the run
 NAME/environment/Dockerfile  optional: ignored here, the sandbox has the host's programs
 NAME/solution/solve.sh       optional: a reference solution
@@ -23,8 +24,8 @@ DEFAULT_MEMORY_MB = 2048
 _MAX_INSTRUCTION_BYTES = 1 << 20
 
 
-def load_task_set(folder: str | Path) -> list[Task]:
-    """All tasks of a folder, sorted by name.
+def load_task_set(folder: str | Path, *, needs_verifier: bool = True) -> list[Task]:
+    """All tasks of a folder, sorted by name. ``needs_verifier``: each must have a tests/test.sh.
 
     Raises ConfigError when the folder holds none, or one that cannot be used. Files and hidden folders are skipped.
     """
@@ -44,15 +45,15 @@ def load_task_set(folder: str | Path) -> list[Task]:
         raise ConfigError(
             f"{root} holds no task.", "Put one folder a task in it, each with instruction.md, task.toml, tests/test.sh."
         )
-    return [load_task(path) for path in folders]
+    return [load_task(path, needs_verifier=needs_verifier) for path in folders]
 
 
-def load_task(folder: str | Path) -> Task:
+def load_task(folder: str | Path, *, needs_verifier: bool = True) -> Task:
     """The task in ``folder``, checked. Raises ConfigError that names the file and what to write in it."""
     path = Path(folder).resolve()
     instruction = _read_instruction(path / "instruction.md")
     settings = _read_toml(path / "task.toml")
-    if not (path / "tests" / "test.sh").is_file():
+    if needs_verifier and not (path / "tests" / "test.sh").is_file():
         raise ConfigError(
             f"{path / 'tests' / 'test.sh'} is missing.",
             "Add a script that writes a number to /logs/verifier/reward.txt.",

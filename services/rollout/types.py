@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.common.types import CellState
 from services.trajectory.outcome import Outcome
@@ -115,7 +116,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How one attempt of a run ended. ``reward`` is None unless the verifier gave a valid one."""
+    """How one attempt of a run ended. ``reward`` is None unless the scorer gave a valid one."""
 
     run_id: str
     attempt: int
@@ -130,3 +131,7 @@ class RunResult:
     workspace: str = ""
     """Folder of the agent's work; empty once it is removed."""
     peak_rss_bytes: int = 0
+    evaluated_ref: str = ""
+    """What was scored: a digest of the workspace tree. Empty where nothing was."""
+    score_details: dict[str, Any] = field(default_factory=dict)
+    """What the scorer said besides the reward, JSON-ready."""

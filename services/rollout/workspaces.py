@@ -16,11 +16,11 @@ def copy_tree(source: Path, target: Path) -> None:
     What its owner may not read is made readable in ``source`` first: closing a file must not keep work from being
     scored. Raises ``OSError``, also for folders that are nested too deeply.
     """
+    open_tree(source)
     try:
-        _open_tree(source)
         shutil.copytree(source, target, symlinks=True, ignore=_special_files)
     except RecursionError as error:
-        raise OSError(f"the folders in {source} are nested too deeply") from error
+        raise _too_deep(source) from error
 
 
 def remove_tree(folder: Path) -> None:
@@ -32,13 +32,36 @@ def remove_tree(folder: Path) -> None:
             subprocess.run([*command, "--", str(folder)], stderr=subprocess.DEVNULL, check=False)
 
 
-def _open_tree(root: Path) -> None:
+def open_tree(root: Path) -> None:
+    """Make all that its owner closed readable. Raises ``OSError``, also for folders that are nested too deeply."""
     _add_mode(root, stat.S_IRWXU)
-    for folder, folders, files in os.walk(root):
-        for name in folders:
-            _add_mode(Path(folder, name), stat.S_IRWXU)
-        for name in files:
-            _add_mode(Path(folder, name), stat.S_IRUSR)
+    try:
+        for folder, folders, files in os.walk(root):
+            for name in folders:
+                _add_mode(Path(folder, name), stat.S_IRWXU)
+            for name in files:
+                _add_mode(Path(folder, name), stat.S_IRUSR)
+    except RecursionError as error:
+        raise _too_deep(root) from error
+
+
+def sync(path: Path) -> None:
+    """A file's content, or a folder's entries, on disk. Links are not followed; pipes and devices have nothing to sync.
+
+    Raises ``OSError``.
+    """
+    mode = path.lstat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _too_deep(root: Path) -> OSError:
+    return OSError(f"the folders in {root} are nested too deeply")
 
 
 def _add_mode(path: Path, wanted: int) -> None:

@@ -20,9 +20,10 @@ from services.rollout.config import HarnessConfig, SandboxConfig
 from services.rollout.harness import harness_dir
 from services.rollout.processes import pids_with_mark
 from services.rollout.runner import run_attempt
+from services.rollout.scoring.base import ScoredRunView
+from services.rollout.scoring.evaluate import BY_TASKS, evaluate
 from services.rollout.tasks import load_task, load_task_set
 from services.rollout.types import RunResult, RunSpec, Task
-from services.rollout.verifier import verify
 from services.trajectory.outcome import Outcome
 from tests.waiting import until, wait_until
 
@@ -389,6 +390,7 @@ def test_every_example_task_rewards_its_solution_and_not_an_untouched_workspace(
     untouched = run_attempt(spec, HarnessConfig(command=("true",)), SANDBOX)
     assert (untouched.outcome, untouched.reward) == (Outcome.FINISHED, 0.0), untouched.detail
     (tmp_path / "empty").mkdir()
-    empty = verify(task, tmp_path / "empty", tmp_path / "run-empty", SANDBOX)
-    assert empty.reward is not None, empty.detail
-    assert empty.reward < 1
+    run = ScoredRunView(task, "g000001-r0", 0, Outcome.FINISHED, "", "", "", "")
+    empty = evaluate(run, tmp_path / "empty", tmp_path / "run-empty", SANDBOX, BY_TASKS).score
+    assert empty.value is not None, empty.reason
+    assert empty.value < 1

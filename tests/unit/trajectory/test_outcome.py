@@ -14,10 +14,12 @@ def documented() -> dict[str, OutcomeRule]:
     rows = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 6 and cells[0].startswith("`"):
-            name, scored, trained, counted, retries, meaning = cells
+        if len(cells) == 7 and cells[0].startswith("`"):
+            name, salvaged, scored, trained, retries, counted, meaning = cells
             yes = {"yes": True, "no": False}
-            rows[name.strip("`")] = OutcomeRule(yes[scored], yes[trained], yes[counted], int(retries), meaning)
+            rows[name.strip("`")] = OutcomeRule(
+                yes[salvaged], yes[scored], yes[trained], int(retries), yes[counted], meaning
+            )
     return rows
 
 
@@ -30,6 +32,26 @@ def test_the_docs_know_no_other_outcome() -> None:
     assert list(documented()) == [outcome.value for outcome in OUTCOME_TABLE] == [outcome.value for outcome in Outcome]
 
 
-def test_what_is_trained_is_counted_and_what_is_counted_is_scored() -> None:
+def test_what_is_trained_is_counted_what_is_counted_is_scored_and_what_is_scored_is_salvaged() -> None:
     for rule in OUTCOME_TABLE.values():
-        assert rule.trained <= rule.counted <= rule.scored
+        assert rule.trained <= rule.counted <= rule.scored <= rule.salvaged
+
+
+LOST = {Outcome.SANDBOX_DEATH, Outcome.SETUP_FAILURE, Outcome.ENGINE_LOSS, Outcome.RUNNER_LOSS}
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_only_what_infrastructure_lost_has_further_attempts_and_they_are_bounded(outcome: Outcome) -> None:
+    rule = OUTCOME_TABLE[outcome]
+    attempts = [attempt for attempt in range(10) if rule.is_retried(attempt)]
+    assert attempts == ([0, 1] if outcome in LOST else [])
+    if outcome in LOST:
+        assert not rule.counted, "infrastructure is never the policy's fault"
+
+
+def test_a_failed_evaluation_is_repeated_and_is_never_a_zero() -> None:
+    for outcome in (Outcome.VERIFIER_FAILURE, Outcome.VERIFIER_TIMEOUT):
+        rule = OUTCOME_TABLE[outcome]
+        assert (rule.salvaged, rule.scored, rule.max_retries) == (True, True, 1)
+        assert not rule.trained
+        assert not rule.counted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.verifier import read_reward
+from services.rollout.scoring.harbor import read_reward
 
 
 @pytest.mark.parametrize(("text", "reward"), [("1", 1.0), (" 0.25\n", 0.25), ("0", 0.0), ("-1.5", -1.5)])
