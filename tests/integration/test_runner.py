@@ -1,4 +1,4 @@
-"""Real runs: every outcome that the runner gives, with real harness and verifier processes in real sandboxes."""
+"""Real runs, with real harness and verifier processes in real sandboxes. How they can end: see test_outcomes."""
 
 from __future__ import annotations
 
@@ -159,23 +159,10 @@ def test_mini_swe_agent_finishes_after_an_answer_without_a_command(attempt: Atte
     assert (result.outcome, result.reward, len(proxy.requests)) == (Outcome.FINISHED, 0.25, 1), result.detail
 
 
-def test_a_timeout_keeps_and_scores_the_work(attempt: Attempt, tmp_path: Path) -> None:
-    result = attempt("echo hello > answer.txt; echo begun; sleep 600", timeout_s=0.7)
-    assert (result.outcome, result.reward, result.exit_code) == (Outcome.HARNESS_TIMEOUT, 1.0, None), result.detail
-    assert result.wall_s < 5
-    assert (tmp_path / "run" / "logs" / "harness.stdout").read_text() == "begun\n"
-
-
 def test_the_tasks_own_limit_wins_when_it_is_smaller(attempt: Attempt, task: Task) -> None:
     result = attempt("sleep 600", task=replace(task, agent_timeout_s=0.5), timeout_s=60)
     assert result.outcome is Outcome.HARNESS_TIMEOUT
     assert result.harness_s < 3
-
-
-def test_a_crash_is_scored(attempt: Attempt, tmp_path: Path) -> None:
-    result = attempt("echo hello > answer.txt; echo broken >&2; exit 3")
-    assert (result.outcome, result.reward, result.exit_code) == (Outcome.HARNESS_CRASH, 1.0, 3)
-    assert (tmp_path / "run" / "logs" / "harness.stderr").read_text() == "broken\n"
 
 
 def test_a_killed_harness_is_a_crash_and_scored(attempt: Attempt, tmp_path: Path) -> None:
@@ -203,20 +190,6 @@ def kill_when(condition: Callable[[], bool], run: Path) -> None:
         time.sleep(0.01)
 
 
-def test_too_much_memory_is_told_and_scored(attempt: Attempt) -> None:
-    hog = "echo hello > answer.txt; python3 -c 'import time; x = b\"x\" * (500 << 20); time.sleep(60)'"
-    result = attempt(hog)
-    assert (result.outcome, result.reward) == (Outcome.OUT_OF_MEMORY, 1.0)
-    assert "256 MiB allowed" in result.detail
-    assert result.peak_rss_bytes > 256 << 20
-
-
-def test_a_harness_that_cannot_start_is_a_setup_failure(attempt: Attempt) -> None:
-    result = attempt(HarnessConfig(command=("no-such-agent",)))
-    assert (result.outcome, result.reward, result.exit_code) == (Outcome.SETUP_FAILURE, None, None)
-    assert "no-such-agent" in result.detail
-
-
 def test_a_missing_config_folder_or_a_wrong_url_is_a_setup_failure(
     attempt: Attempt, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -238,13 +211,6 @@ def cancelled_when(condition: Callable[[], bool]) -> threading.Event:
 
     threading.Thread(target=watch, daemon=True).start()
     return cancel
-
-
-def test_a_cancelled_run_ends_at_once_and_is_not_scored(attempt: Attempt, tmp_path: Path) -> None:
-    cancel = cancelled_when((tmp_path / "run/workspace/begun").exists)
-    result = attempt("touch begun; sleep 600", cancel=cancel)
-    assert (result.outcome, result.reward, result.verifier_s) == (Outcome.CANCELLED, None, 0.0)
-    assert result.wall_s < 3
 
 
 def test_cancelling_ends_a_verifier_too(attempt: Attempt, tmp_path: Path) -> None:
@@ -274,12 +240,6 @@ def test_a_verifier_without_a_valid_reward_is_a_failure_never_a_zero(
     assert result.exit_code == 0
     assert (tmp_path / "run" / "verifier-2").is_dir()
     assert not (tmp_path / "run" / "verifier-3").exists()
-
-
-def test_a_hanging_verifier_has_its_own_time_limit(attempt: Attempt, task: Task) -> None:
-    result = attempt("true", test="sleep 600", task=replace(task, verifier_timeout_s=0.5))
-    assert (result.outcome, result.reward) == (Outcome.VERIFIER_TIMEOUT, None)
-    assert 1.0 <= result.verifier_s < 5
 
 
 def test_a_killed_verifier_is_evaluated_once_more_on_the_kept_workspace(attempt: Attempt, tmp_path: Path) -> None:
