@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services import __version__, cli_cells, cli_events, cli_sim
-from services.common.errors import NotFoundError, TidegateError
+from services import __version__, cli_cells, cli_events, cli_runs, cli_sim
+from services.common.errors import TidegateError
 
 app = typer.Typer(
     help="Online reinforcement learning of LLM agents through unmodified harnesses.",
@@ -21,15 +21,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-runs_app = typer.Typer(help="Read the runs of a job, while it goes on and afterwards.", no_args_is_help=True)
-app.add_typer(runs_app, name="runs")
+cli_runs.register(app)
 cli_cells.register(app)
 cli_events.register(app)
 cli_sim.register(app)
 
 console = Console(width=None if sys.stdout.isatty() else 140)
-JobFolder = Annotated[Path, typer.Option("--job", help="The job's folder.")]
-_LATEST = Path("runs/latest")
 
 
 @app.callback(invoke_without_command=True)
@@ -85,83 +82,6 @@ def doctor() -> None:
         table.add_row(finding.name, f"[{colours[finding.verdict]}]{finding.verdict}[/]", detail)
     console.print(table)
     raise typer.Exit(3 if worst_is_failure else 0)
-
-
-@runs_app.command("list")
-def runs_list(
-    job: JobFolder = _LATEST,
-    limit: Annotated[int, typer.Option(help="Newest runs shown; 0: all.")] = 50,
-    outcome: Annotated[str, typer.Option(help="Only runs with this outcome ('unfinished' for live ones).")] = "",
-) -> None:
-    """List a job's runs, newest last."""
-    from services.trajectory.outcome import Outcome
-    from services.trajectory.store import list_runs
-
-    known = [str(name) for name in Outcome] + ["unfinished"]
-    if outcome and outcome not in known:
-        raise NotFoundError(f"no outcome {outcome!r}.", f"Outcomes are {', '.join(known)}.")
-    summaries = list_runs(_store_of(job))
-    if outcome:
-        summaries = [run for run in summaries if (run.outcome or "unfinished") == outcome]
-    shown = summaries[-limit:] if limit else summaries
-    table = Table(
-        "run", "task", "outcome", "reward", "advantage", "calls", "tokens in", "out", "versions", "s", box=None
-    )
-    for run in shown:
-        versions = "-" if run.version_min is None else f"{run.version_min}-{run.version_max}"
-        table.add_row(
-            run.run_id,
-            escape(run.task_name),
-            run.outcome or "unfinished",
-            _number(run.reward),
-            _number(run.advantage),
-            str(run.num_calls),
-            str(run.num_prompt_tokens),
-            str(run.num_output_tokens),
-            versions,
-            _number(run.wall_s, 1),
-        )
-    console.print(table)
-    if len(shown) < len(summaries):
-        console.print(f"{len(summaries) - len(shown)} older runs not shown (--limit 0 shows all)")
-
-
-@runs_app.command("show")
-def runs_show(run_id: str, job: JobFolder = _LATEST) -> None:
-    """Show one run: its outcome and every call, with the texts that were sampled."""
-    from services.trajectory.store import read_run
-
-    run, calls = read_run(_store_of(job), run_id)
-    console.print(
-        f"[bold]{run.run_id}[/bold] {escape(run.task_name)}: {run.outcome or 'unfinished'}, "
-        f"reward {_number(run.reward)}, advantage {_number(run.advantage)}"
-        + (f" ({escape(run.detail)})" if run.detail else "")
-    )
-    for call in calls:
-        spans = ", ".join(f"{span.num_tokens} at version {span.version}" for span in call.version_spans)
-        console.rule(f"{call.call_id} (after {call.parent_call_id or 'nothing'})", align="left")
-        console.print(
-            f"{len(call.prompt_ids)} prompt tokens, {len(call.output_ids)} sampled ({spans}), "
-            f"{call.finish_reason}, on {', '.join(call.cells)}, mean log-probability "
-            f"{float(call.logprobs.mean()) if len(call.logprobs) else 0:.3f}"
-        )
-        messages = call.request.get("messages", [])
-        if messages:
-            console.print(f"[dim]{messages[-1].get('role')}:[/dim]", end=" ")
-            console.print(str(messages[-1].get("content", "")), markup=False, highlight=False)
-        console.print("[dim]assistant:[/dim]", end=" ")
-        console.print(call.output_text, markup=False, highlight=False)
-
-
-def _store_of(job: Path) -> str:
-    store = job / "trajectory"
-    if not store.is_dir():
-        raise NotFoundError(f"{job} holds no runs.", "Name a job's folder with --job, as runs/NAME-DATE-TIME-ID.")
-    return str(store)
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def main() -> None:

@@ -25,25 +25,43 @@ _sym_db = _symbol_database.Default()
 from services.pb import records_pb2 as tidegate_dot_v1_dot_records__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctidegate/v1/trajectory.proto\x12\x0btidegate.v1\x1a\x19tidegate/v1/records.proto\"\x87\x03\n\nRunSummary\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x11\n\ttask_name\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x13\n\x06reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tadvantage\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\tnum_calls\x18\x08 \x01(\x05\x12\x19\n\x11num_prompt_tokens\x18\t \x01(\x03\x12\x19\n\x11num_output_tokens\x18\n \x01(\x03\x12\x18\n\x0bversion_min\x18\x0b \x01(\x03H\x02\x88\x01\x01\x12\x18\n\x0bversion_max\x18\x0c \x01(\x03H\x03\x88\x01\x01\x12\x13\n\x06wall_s\x18\r \x01(\x01H\x04\x88\x01\x01\x12\x0f\n\x07is_eval\x18\x0e \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x0f \x01(\tB\t\n\x07_rewardB\x0c\n\n_advantageB\x0e\n\x0c_version_minB\x0e\n\x0c_version_maxB\t\n\x07_wall_s\"/\n\rGetRunRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\":\n\x0eGetRunResponse\x12(\n\x07summary\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.RunSummary\"J\n\x17ListRunSummariesRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\x05\"A\n\x18ListRunSummariesResponse\x12%\n\x04runs\x18\x01 \x03(\x0b\x32\x17.tidegate.v1.RunSummary\"4\n\x12StreamCallsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t2\x82\x02\n\x11TrajectoryService\x12\x41\n\x06GetRun\x12\x1a.tidegate.v1.GetRunRequest\x1a\x1b.tidegate.v1.GetRunResponse\x12_\n\x10ListRunSummaries\x12$.tidegate.v1.ListRunSummariesRequest\x1a%.tidegate.v1.ListRunSummariesResponse\x12I\n\x0bStreamCalls\x12\x1f.tidegate.v1.StreamCallsRequest\x1a\x17.tidegate.v1.CallRecord0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctidegate/v1/trajectory.proto\x12\x0btidegate.v1\x1a\x19tidegate/v1/records.proto\"\xc8\x03\n\nRunSummary\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x11\n\ttask_name\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x13\n\x06reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tadvantage\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\tnum_calls\x18\x08 \x01(\x05\x12\x19\n\x11num_prompt_tokens\x18\t \x01(\x03\x12\x19\n\x11num_output_tokens\x18\n \x01(\x03\x12\x18\n\x0bversion_min\x18\x0b \x01(\x03H\x02\x88\x01\x01\x12\x18\n\x0bversion_max\x18\x0c \x01(\x03H\x03\x88\x01\x01\x12\x13\n\x06wall_s\x18\r \x01(\x01H\x04\x88\x01\x01\x12\x0f\n\x07is_eval\x18\x0e \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x0f \x01(\t\x12\x31\n\tselection\x18\x10 \x01(\x0b\x32\x19.tidegate.v1.RunSelectionH\x05\x88\x01\x01\x42\t\n\x07_rewardB\x0c\n\n_advantageB\x0e\n\x0c_version_minB\x0e\n\x0c_version_maxB\t\n\x07_wall_sB\x0c\n\n_selection\"\xdc\x02\n\x0cRunSelection\x12\x1d\n\x10max_trajectories\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x0c\n\x04seed\x18\x02 \x01(\x03\x12\x15\n\rleaf_call_ids\x18\x03 \x03(\t\x12\x12\n\nleaf_roles\x18\x04 \x03(\t\x12\x17\n\x0ftarget_call_ids\x18\x05 \x03(\t\x12\x13\n\x0bnum_targets\x18\x06 \x01(\x03\x12\x14\n\x0cnum_left_out\x18\x07 \x01(\x03\x12\x19\n\x11num_not_trainable\x18\x08 \x01(\x03\x12\x16\n\x0enum_superseded\x18\t \x01(\x03\x12\x38\n\x08left_out\x18\n \x03(\x0b\x32&.tidegate.v1.RunSelection.LeftOutEntry\x1a.\n\x0cLeftOutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x13\n\x11_max_trajectories\"\x89\x01\n\x05Group\x12\x14\n\x07version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x13\n\x0bloss_reason\x18\x04 \x01(\t\x12\x19\n\x0ctrained_step\x18\x05 \x01(\x03H\x01\x88\x01\x01\x42\n\n\x08_versionB\x0f\n\r_trained_step\"/\n\rGetRunRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"m\n\x0eGetRunResponse\x12(\n\x07summary\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.RunSummary\x12!\n\x05group\x18\x02 \x01(\x0b\x32\x12.tidegate.v1.Group\x12\x0e\n\x06job_id\x18\x03 \x01(\t\"\xa4\x01\n\x17ListRunSummariesRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\x05\x12\x11\n\ttask_name\x18\x04 \x01(\t\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x14\n\x07is_eval\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\npage_token\x18\x07 \x01(\tB\n\n\x08_is_eval\"j\n\x18ListRunSummariesResponse\x12%\n\x04runs\x18\x01 \x03(\x0b\x32\x17.tidegate.v1.RunSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x0e\n\x06job_id\x18\x03 \x01(\t\"V\n\x12StreamCallsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x14\n\x07\x61ttempt\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\n\n\x08_attempt\"\xbc\x01\n\x04\x43\x61ll\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.CallRecord\x12\x0f\n\x07ordinal\x18\x02 \x01(\x05\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x05\x12\x1a\n\x0enew_prompt_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\x1b\n\x13num_shared_messages\x18\x05 \x01(\x05\x12\x14\n\x0cshares_tools\x18\x06 \x01(\x08\x12\x10\n\x08\x61gent_id\x18\x07 \x01(\t\"R\n\x0eGetTreeRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x14\n\x07\x61ttempt\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\n\n\x08_attempt\"\xaa\x02\n\x08TreeNode\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x1b\n\x0eparent_call_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0c\n\x04\x66\x61te\x18\x04 \x01(\t\x12\x1f\n\x17num_fresh_prompt_tokens\x18\x05 \x01(\x05\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\x05\x12\x1a\n\x12num_sampled_tokens\x18\x07 \x01(\x05\x12\x18\n\x0bversion_min\x18\x08 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0bversion_max\x18\t \x01(\x03H\x02\x88\x01\x01\x12\x15\n\rfinish_reason\x18\n \x01(\tB\x11\n\x0f_parent_call_idB\x0e\n\x0c_version_minB\x0e\n\x0c_version_max\"\xaf\x01\n\x0fGetTreeResponse\x12(\n\x07summary\x18\x01 \x01(\x0b\x32\x17.tidegate.v1.RunSummary\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.tidegate.v1.TreeNode\x12\x19\n\x11num_unique_tokens\x18\x03 \x01(\x03\x12\x17\n\x0fnum_flat_tokens\x18\x04 \x01(\x03\x12\x18\n\x10num_trajectories\x18\x05 \x01(\x05\x32\xc2\x02\n\x11TrajectoryService\x12\x41\n\x06GetRun\x12\x1a.tidegate.v1.GetRunRequest\x1a\x1b.tidegate.v1.GetRunResponse\x12_\n\x10ListRunSummaries\x12$.tidegate.v1.ListRunSummariesRequest\x1a%.tidegate.v1.ListRunSummariesResponse\x12\x43\n\x0bStreamCalls\x12\x1f.tidegate.v1.StreamCallsRequest\x1a\x11.tidegate.v1.Call0\x01\x12\x44\n\x07GetTree\x12\x1b.tidegate.v1.GetTreeRequest\x1a\x1c.tidegate.v1.GetTreeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tidegate.v1.trajectory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_RUNSELECTION_LEFTOUTENTRY']._loaded_options = None
+  _globals['_RUNSELECTION_LEFTOUTENTRY']._serialized_options = b'8\001'
+  _globals['_CALL'].fields_by_name['new_prompt_ids']._loaded_options = None
+  _globals['_CALL'].fields_by_name['new_prompt_ids']._serialized_options = b'\020\001'
   _globals['_RUNSUMMARY']._serialized_start=73
-  _globals['_RUNSUMMARY']._serialized_end=464
-  _globals['_GETRUNREQUEST']._serialized_start=466
-  _globals['_GETRUNREQUEST']._serialized_end=513
-  _globals['_GETRUNRESPONSE']._serialized_start=515
-  _globals['_GETRUNRESPONSE']._serialized_end=573
-  _globals['_LISTRUNSUMMARIESREQUEST']._serialized_start=575
-  _globals['_LISTRUNSUMMARIESREQUEST']._serialized_end=649
-  _globals['_LISTRUNSUMMARIESRESPONSE']._serialized_start=651
-  _globals['_LISTRUNSUMMARIESRESPONSE']._serialized_end=716
-  _globals['_STREAMCALLSREQUEST']._serialized_start=718
-  _globals['_STREAMCALLSREQUEST']._serialized_end=770
-  _globals['_TRAJECTORYSERVICE']._serialized_start=773
-  _globals['_TRAJECTORYSERVICE']._serialized_end=1031
+  _globals['_RUNSUMMARY']._serialized_end=529
+  _globals['_RUNSELECTION']._serialized_start=532
+  _globals['_RUNSELECTION']._serialized_end=880
+  _globals['_RUNSELECTION_LEFTOUTENTRY']._serialized_start=813
+  _globals['_RUNSELECTION_LEFTOUTENTRY']._serialized_end=859
+  _globals['_GROUP']._serialized_start=883
+  _globals['_GROUP']._serialized_end=1020
+  _globals['_GETRUNREQUEST']._serialized_start=1022
+  _globals['_GETRUNREQUEST']._serialized_end=1069
+  _globals['_GETRUNRESPONSE']._serialized_start=1071
+  _globals['_GETRUNRESPONSE']._serialized_end=1180
+  _globals['_LISTRUNSUMMARIESREQUEST']._serialized_start=1183
+  _globals['_LISTRUNSUMMARIESREQUEST']._serialized_end=1347
+  _globals['_LISTRUNSUMMARIESRESPONSE']._serialized_start=1349
+  _globals['_LISTRUNSUMMARIESRESPONSE']._serialized_end=1455
+  _globals['_STREAMCALLSREQUEST']._serialized_start=1457
+  _globals['_STREAMCALLSREQUEST']._serialized_end=1543
+  _globals['_CALL']._serialized_start=1546
+  _globals['_CALL']._serialized_end=1734
+  _globals['_GETTREEREQUEST']._serialized_start=1736
+  _globals['_GETTREEREQUEST']._serialized_end=1818
+  _globals['_TREENODE']._serialized_start=1821
+  _globals['_TREENODE']._serialized_end=2119
+  _globals['_GETTREERESPONSE']._serialized_start=2122
+  _globals['_GETTREERESPONSE']._serialized_end=2297
+  _globals['_TRAJECTORYSERVICE']._serialized_start=2300
+  _globals['_TRAJECTORYSERVICE']._serialized_end=2622
 # @@protoc_insertion_point(module_scope)

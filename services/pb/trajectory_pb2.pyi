@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from services.pb import records_pb2 as _records_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -37,6 +38,7 @@ class RunSummary(_message.Message):
     WALL_S_FIELD_NUMBER: _builtins.int
     IS_EVAL_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    SELECTION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     group_id: _builtins.str
     task_name: _builtins.str
@@ -53,6 +55,10 @@ class RunSummary(_message.Message):
     wall_s: _builtins.float
     is_eval: _builtins.bool
     detail: _builtins.str
+    @_builtins.property
+    def selection(self) -> Global___RunSelection:
+        """Unset while the group is not settled, and for runs that do not count."""
+
     def __init__(
         self,
         *,
@@ -71,15 +77,18 @@ class RunSummary(_message.Message):
         wall_s: _builtins.float | None = ...,
         is_eval: _builtins.bool = ...,
         detail: _builtins.str = ...,
+        selection: Global___RunSelection | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_reward", b"_reward", "_version_max", b"_version_max", "_version_min", b"_version_min", "_wall_s", b"_wall_s", "advantage", b"advantage", "reward", b"reward", "version_max", b"version_max", "version_min", b"version_min", "wall_s", b"wall_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_reward", b"_reward", "_selection", b"_selection", "_version_max", b"_version_max", "_version_min", b"_version_min", "_wall_s", b"_wall_s", "advantage", b"advantage", "reward", b"reward", "selection", b"selection", "version_max", b"version_max", "version_min", b"version_min", "wall_s", b"wall_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_reward", b"_reward", "_version_max", b"_version_max", "_version_min", b"_version_min", "_wall_s", b"_wall_s", "advantage", b"advantage", "attempt", b"attempt", "detail", b"detail", "group_id", b"group_id", "is_eval", b"is_eval", "num_calls", b"num_calls", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "outcome", b"outcome", "reward", b"reward", "run_id", b"run_id", "task_name", b"task_name", "version_max", b"version_max", "version_min", b"version_min", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_reward", b"_reward", "_selection", b"_selection", "_version_max", b"_version_max", "_version_min", b"_version_min", "_wall_s", b"_wall_s", "advantage", b"advantage", "attempt", b"attempt", "detail", b"detail", "group_id", b"group_id", "is_eval", b"is_eval", "num_calls", b"num_calls", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "outcome", b"outcome", "reward", b"reward", "run_id", b"run_id", "selection", b"selection", "task_name", b"task_name", "version_max", b"version_max", "version_min", b"version_min", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__advantage: _TypeAlias = _typing.Literal["advantage"]  # noqa: Y015
     _WhichOneofArgType__advantage: _TypeAlias = _typing.Literal["_advantage", b"_advantage"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__selection: _TypeAlias = _typing.Literal["selection"]  # noqa: Y015
+    _WhichOneofArgType__selection: _TypeAlias = _typing.Literal["_selection", b"_selection"]  # noqa: Y015
     _WhichOneofReturnType__version_max: _TypeAlias = _typing.Literal["version_max"]  # noqa: Y015
     _WhichOneofArgType__version_max: _TypeAlias = _typing.Literal["_version_max", b"_version_max"]  # noqa: Y015
     _WhichOneofReturnType__version_min: _TypeAlias = _typing.Literal["version_min"]  # noqa: Y015
@@ -91,6 +100,8 @@ class RunSummary(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__selection) -> _WhichOneofReturnType__selection | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version_max) -> _WhichOneofReturnType__version_max | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version_min) -> _WhichOneofReturnType__version_min | None: ...
@@ -98,6 +109,128 @@ class RunSummary(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__wall_s) -> _WhichOneofReturnType__wall_s | None: ...
 
 Global___RunSummary: _TypeAlias = RunSummary  # noqa: Y015
+
+@_typing.final
+class RunSelection(_message.Message):
+    """What was selected of a run, in terms of its calls. Tokens are sampled ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LeftOutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MAX_TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    LEAF_CALL_IDS_FIELD_NUMBER: _builtins.int
+    LEAF_ROLES_FIELD_NUMBER: _builtins.int
+    TARGET_CALL_IDS_FIELD_NUMBER: _builtins.int
+    NUM_TARGETS_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    NUM_NOT_TRAINABLE_FIELD_NUMBER: _builtins.int
+    NUM_SUPERSEDED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    max_trajectories: _builtins.int
+    """Unset: no limit."""
+    seed: _builtins.int
+    num_targets: _builtins.int
+    num_left_out: _builtins.int
+    num_not_trainable: _builtins.int
+    num_superseded: _builtins.int
+    @_builtins.property
+    def leaf_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The last sampled call of each selected path, in the order of the draw, and the paths' roles."""
+
+    @_builtins.property
+    def leaf_roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def target_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Calls whose sampled tokens are targets."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Tokens that were left out, by role."""
+
+    def __init__(
+        self,
+        *,
+        max_trajectories: _builtins.int | None = ...,
+        seed: _builtins.int = ...,
+        leaf_call_ids: _abc.Iterable[_builtins.str] | None = ...,
+        leaf_roles: _abc.Iterable[_builtins.str] | None = ...,
+        target_call_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_targets: _builtins.int = ...,
+        num_left_out: _builtins.int = ...,
+        num_not_trainable: _builtins.int = ...,
+        num_superseded: _builtins.int = ...,
+        left_out: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories", "max_trajectories", b"max_trajectories"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories", "leaf_call_ids", b"leaf_call_ids", "leaf_roles", b"leaf_roles", "left_out", b"left_out", "max_trajectories", b"max_trajectories", "num_left_out", b"num_left_out", "num_not_trainable", b"num_not_trainable", "num_superseded", b"num_superseded", "num_targets", b"num_targets", "seed", b"seed", "target_call_ids", b"target_call_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_trajectories: _TypeAlias = _typing.Literal["max_trajectories"]  # noqa: Y015
+    _WhichOneofArgType__max_trajectories: _TypeAlias = _typing.Literal["_max_trajectories", b"_max_trajectories"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_trajectories) -> _WhichOneofReturnType__max_trajectories | None: ...
+
+Global___RunSelection: _TypeAlias = RunSelection  # noqa: Y015
+
+@_typing.final
+class Group(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOSS_REASON_FIELD_NUMBER: _builtins.int
+    TRAINED_STEP_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version of the published weights when it was dispatched."""
+    state: _builtins.str
+    """open, ready, lost, dropped or cancelled."""
+    reason: _builtins.str
+    loss_reason: _builtins.str
+    trained_step: _builtins.int
+    """The optimizer step that trained it."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int | None = ...,
+        state: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        loss_reason: _builtins.str = ...,
+        trained_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trained_step", b"_trained_step", "_version", b"_version", "trained_step", b"trained_step", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trained_step", b"_trained_step", "_version", b"_version", "loss_reason", b"loss_reason", "reason", b"reason", "state", b"state", "trained_step", b"trained_step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__trained_step: _TypeAlias = _typing.Literal["trained_step"]  # noqa: Y015
+    _WhichOneofArgType__trained_step: _TypeAlias = _typing.Literal["_trained_step", b"_trained_step"]  # noqa: Y015
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_step) -> _WhichOneofReturnType__trained_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___Group: _TypeAlias = Group  # noqa: Y015
 
 @_typing.final
 class GetRunRequest(_message.Message):
@@ -126,16 +259,24 @@ class GetRunResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SUMMARY_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """Of the server's job."""
     @_builtins.property
     def summary(self) -> Global___RunSummary: ...
+    @_builtins.property
+    def group(self) -> Global___Group: ...
     def __init__(
         self,
         *,
         summary: Global___RunSummary | None = ...,
+        group: Global___Group | None = ...,
+        job_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "job_id", b"job_id", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,21 +289,39 @@ class ListRunSummariesRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    TASK_NAME_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    IS_EVAL_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     group_id: _builtins.str
+    """Empty fields do not filter."""
     limit: _builtins.int
+    """Most runs of a page; 0: 200. At most 1000."""
+    task_name: _builtins.str
+    outcome: _builtins.str
+    """An outcome, or 'unfinished'."""
+    is_eval: _builtins.bool
+    page_token: _builtins.str
+    """next_page_token of the page before; the filters must be the same."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         group_id: _builtins.str = ...,
         limit: _builtins.int = ...,
+        task_name: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        is_eval: _builtins.bool | None = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_is_eval", b"_is_eval", "is_eval", b"is_eval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "job_id", b"job_id", "limit", b"limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_is_eval", b"_is_eval", "group_id", b"group_id", "is_eval", b"is_eval", "job_id", b"job_id", "limit", b"limit", "outcome", b"outcome", "page_token", b"page_token", "task_name", b"task_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__is_eval: _TypeAlias = _typing.Literal["is_eval"]  # noqa: Y015
+    _WhichOneofArgType__is_eval: _TypeAlias = _typing.Literal["_is_eval", b"_is_eval"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__is_eval) -> _WhichOneofReturnType__is_eval | None: ...
 
 Global___ListRunSummariesRequest: _TypeAlias = ListRunSummariesRequest  # noqa: Y015
 
@@ -171,16 +330,23 @@ class ListRunSummariesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty at the last page."""
+    job_id: _builtins.str
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunSummary]: ...
     def __init__(
         self,
         *,
         runs: _abc.Iterable[Global___RunSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
+        job_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "next_page_token", b"next_page_token", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -192,18 +358,193 @@ class StreamCallsRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     run_id: _builtins.str
+    attempt: _builtins.int
+    """Unset: the newest."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         run_id: _builtins.str = ...,
+        attempt: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "job_id", b"job_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
+    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
+
+Global___StreamCallsRequest: _TypeAlias = StreamCallsRequest  # noqa: Y015
+
+@_typing.final
+class Call(_message.Message):
+    """A call with what is new in it: its prompt is its parent's prompt and output_ids, then new_prompt_ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    ORDINAL_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NEW_PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    NUM_SHARED_MESSAGES_FIELD_NUMBER: _builtins.int
+    SHARES_TOOLS_FIELD_NUMBER: _builtins.int
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    ordinal: _builtins.int
+    num_prompt_tokens: _builtins.int
+    num_shared_messages: _builtins.int
+    shares_tools: _builtins.bool
+    agent_id: _builtins.str
+    @_builtins.property
+    def record(self) -> _records_pb2.CallRecord:
+        """prompt_ids is empty. request_json holds the messages behind the first num_shared_messages of the parent's request,
+        and no tools where shares_tools.
+        """
+
+    @_builtins.property
+    def new_prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        record: _records_pb2.CallRecord | None = ...,
+        ordinal: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        new_prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_shared_messages: _builtins.int = ...,
+        shares_tools: _builtins.bool = ...,
+        agent_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "new_prompt_ids", b"new_prompt_ids", "num_prompt_tokens", b"num_prompt_tokens", "num_shared_messages", b"num_shared_messages", "ordinal", b"ordinal", "record", b"record", "shares_tools", b"shares_tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StreamCallsRequest: _TypeAlias = StreamCallsRequest  # noqa: Y015
+Global___Call: _TypeAlias = Call  # noqa: Y015
+
+@_typing.final
+class GetTreeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    run_id: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        attempt: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "attempt", b"attempt", "job_id", b"job_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
+    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
+
+Global___GetTreeRequest: _TypeAlias = GetTreeRequest  # noqa: Y015
+
+@_typing.final
+class TreeNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    PARENT_CALL_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    FATE_FIELD_NUMBER: _builtins.int
+    NUM_FRESH_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    VERSION_MIN_FIELD_NUMBER: _builtins.int
+    VERSION_MAX_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    parent_call_id: _builtins.str
+    """Unset for a call that begins a conversation."""
+    role: _builtins.str
+    """main, main_summary, subagent or subagent_summary."""
+    fate: _builtins.str
+    """What became of its sampled tokens: target, left_out, not_trainable, superseded, open or nothing."""
+    num_fresh_prompt_tokens: _builtins.int
+    """Prompt tokens that no earlier call of the run has at their place."""
+    num_prompt_tokens: _builtins.int
+    num_sampled_tokens: _builtins.int
+    version_min: _builtins.int
+    version_max: _builtins.int
+    finish_reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        parent_call_id: _builtins.str | None = ...,
+        role: _builtins.str = ...,
+        fate: _builtins.str = ...,
+        num_fresh_prompt_tokens: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_sampled_tokens: _builtins.int = ...,
+        version_min: _builtins.int | None = ...,
+        version_max: _builtins.int | None = ...,
+        finish_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_call_id", b"_parent_call_id", "_version_max", b"_version_max", "_version_min", b"_version_min", "parent_call_id", b"parent_call_id", "version_max", b"version_max", "version_min", b"version_min"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_call_id", b"_parent_call_id", "_version_max", b"_version_max", "_version_min", b"_version_min", "call_id", b"call_id", "fate", b"fate", "finish_reason", b"finish_reason", "num_fresh_prompt_tokens", b"num_fresh_prompt_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sampled_tokens", b"num_sampled_tokens", "parent_call_id", b"parent_call_id", "role", b"role", "version_max", b"version_max", "version_min", b"version_min"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_call_id: _TypeAlias = _typing.Literal["parent_call_id"]  # noqa: Y015
+    _WhichOneofArgType__parent_call_id: _TypeAlias = _typing.Literal["_parent_call_id", b"_parent_call_id"]  # noqa: Y015
+    _WhichOneofReturnType__version_max: _TypeAlias = _typing.Literal["version_max"]  # noqa: Y015
+    _WhichOneofArgType__version_max: _TypeAlias = _typing.Literal["_version_max", b"_version_max"]  # noqa: Y015
+    _WhichOneofReturnType__version_min: _TypeAlias = _typing.Literal["version_min"]  # noqa: Y015
+    _WhichOneofArgType__version_min: _TypeAlias = _typing.Literal["_version_min", b"_version_min"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_call_id) -> _WhichOneofReturnType__parent_call_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version_max) -> _WhichOneofReturnType__version_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version_min) -> _WhichOneofReturnType__version_min | None: ...
+
+Global___TreeNode: _TypeAlias = TreeNode  # noqa: Y015
+
+@_typing.final
+class GetTreeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    NUM_UNIQUE_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FLAT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    num_unique_tokens: _builtins.int
+    num_flat_tokens: _builtins.int
+    """Tokens of all trajectories, each flattened."""
+    num_trajectories: _builtins.int
+    @_builtins.property
+    def summary(self) -> Global___RunSummary: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TreeNode]:
+        """Parents before their children."""
+
+    def __init__(
+        self,
+        *,
+        summary: Global___RunSummary | None = ...,
+        nodes: _abc.Iterable[Global___TreeNode] | None = ...,
+        num_unique_tokens: _builtins.int = ...,
+        num_flat_tokens: _builtins.int = ...,
+        num_trajectories: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "num_flat_tokens", b"num_flat_tokens", "num_trajectories", b"num_trajectories", "num_unique_tokens", b"num_unique_tokens", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTreeResponse: _TypeAlias = GetTreeResponse  # noqa: Y015

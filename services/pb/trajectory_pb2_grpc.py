@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from services.pb import records_pb2 as tidegate_dot_v1_dot_records__pb2
 from services.pb import trajectory_pb2 as tidegate_dot_v1_dot_trajectory__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -27,7 +26,10 @@ if _version_not_supported:
 
 
 class TrajectoryServiceStub:
-    """Reading runs, for clients outside the cluster. (Inside it, shards are called as Ray actors.)
+    """Reading runs, for clients outside the cluster, while the job goes on. (Inside it, shards are called as Ray actors.)
+
+    An empty job_id means the job of the server. Every call but health and reflection needs the job's token.
+    NOT_FOUND: another job, an unknown run or attempt, calls that were deleted. INVALID_ARGUMENT: a bad filter or page.
     """
 
     def __init__(self, channel):
@@ -49,12 +51,20 @@ class TrajectoryServiceStub:
         self.StreamCalls = channel.unary_stream(
                 '/tidegate.v1.TrajectoryService/StreamCalls',
                 request_serializer=tidegate_dot_v1_dot_trajectory__pb2.StreamCallsRequest.SerializeToString,
-                response_deserializer=tidegate_dot_v1_dot_records__pb2.CallRecord.FromString,
+                response_deserializer=tidegate_dot_v1_dot_trajectory__pb2.Call.FromString,
+                _registered_method=True)
+        self.GetTree = channel.unary_unary(
+                '/tidegate.v1.TrajectoryService/GetTree',
+                request_serializer=tidegate_dot_v1_dot_trajectory__pb2.GetTreeRequest.SerializeToString,
+                response_deserializer=tidegate_dot_v1_dot_trajectory__pb2.GetTreeResponse.FromString,
                 _registered_method=True)
 
 
 class TrajectoryServiceServicer:
-    """Reading runs, for clients outside the cluster. (Inside it, shards are called as Ray actors.)
+    """Reading runs, for clients outside the cluster, while the job goes on. (Inside it, shards are called as Ray actors.)
+
+    An empty job_id means the job of the server. Every call but health and reflection needs the job's token.
+    NOT_FOUND: another job, an unknown run or attempt, calls that were deleted. INVALID_ARGUMENT: a bad filter or page.
     """
 
     def GetRun(self, request, context):
@@ -64,13 +74,22 @@ class TrajectoryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListRunSummaries(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Pages of runs in order of dispatch, oldest first.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamCalls(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The calls of an attempt, parents before their children; each holds only what is new in it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTree(self, request, context):
+        """The shape of a run without its tokens.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -91,7 +110,12 @@ def add_TrajectoryServiceServicer_to_server(servicer, server):
             'StreamCalls': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamCalls,
                     request_deserializer=tidegate_dot_v1_dot_trajectory__pb2.StreamCallsRequest.FromString,
-                    response_serializer=tidegate_dot_v1_dot_records__pb2.CallRecord.SerializeToString,
+                    response_serializer=tidegate_dot_v1_dot_trajectory__pb2.Call.SerializeToString,
+            ),
+            'GetTree': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTree,
+                    request_deserializer=tidegate_dot_v1_dot_trajectory__pb2.GetTreeRequest.FromString,
+                    response_serializer=tidegate_dot_v1_dot_trajectory__pb2.GetTreeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -102,7 +126,10 @@ def add_TrajectoryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrajectoryService:
-    """Reading runs, for clients outside the cluster. (Inside it, shards are called as Ray actors.)
+    """Reading runs, for clients outside the cluster, while the job goes on. (Inside it, shards are called as Ray actors.)
+
+    An empty job_id means the job of the server. Every call but health and reflection needs the job's token.
+    NOT_FOUND: another job, an unknown run or attempt, calls that were deleted. INVALID_ARGUMENT: a bad filter or page.
     """
 
     @staticmethod
@@ -175,7 +202,34 @@ class TrajectoryService:
             target,
             '/tidegate.v1.TrajectoryService/StreamCalls',
             tidegate_dot_v1_dot_trajectory__pb2.StreamCallsRequest.SerializeToString,
-            tidegate_dot_v1_dot_records__pb2.CallRecord.FromString,
+            tidegate_dot_v1_dot_trajectory__pb2.Call.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTree(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tidegate.v1.TrajectoryService/GetTree',
+            tidegate_dot_v1_dot_trajectory__pb2.GetTreeRequest.SerializeToString,
+            tidegate_dot_v1_dot_trajectory__pb2.GetTreeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,6 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from services.pb import records_pb2 as _records_pb2
 from services.pb import trajectory_pb2 as _trajectory_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -28,7 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrajectoryServiceStub:
-    """Reading runs, for clients outside the cluster. (Inside it, shards are called as Ray actors.)"""
+    """Reading runs, for clients outside the cluster, while the job goes on. (Inside it, shards are called as Ray actors.)
+
+    An empty job_id means the job of the server. Every call but health and reflection needs the job's token.
+    NOT_FOUND: another job, an unknown run or attempt, calls that were deleted. INVALID_ARGUMENT: a bad filter or page.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,19 +39,35 @@ class TrajectoryServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TrajectoryServiceAsyncStub: ...
     GetRun: _grpc.UnaryUnaryMultiCallable[_trajectory_pb2.GetRunRequest, _trajectory_pb2.GetRunResponse]
     ListRunSummaries: _grpc.UnaryUnaryMultiCallable[_trajectory_pb2.ListRunSummariesRequest, _trajectory_pb2.ListRunSummariesResponse]
-    StreamCalls: _grpc.UnaryStreamMultiCallable[_trajectory_pb2.StreamCallsRequest, _records_pb2.CallRecord]
+    """Pages of runs in order of dispatch, oldest first."""
+    StreamCalls: _grpc.UnaryStreamMultiCallable[_trajectory_pb2.StreamCallsRequest, _trajectory_pb2.Call]
+    """The calls of an attempt, parents before their children; each holds only what is new in it."""
+    GetTree: _grpc.UnaryUnaryMultiCallable[_trajectory_pb2.GetTreeRequest, _trajectory_pb2.GetTreeResponse]
+    """The shape of a run without its tokens."""
 
 @_typing.type_check_only
 class TrajectoryServiceAsyncStub(TrajectoryServiceStub):
-    """Reading runs, for clients outside the cluster. (Inside it, shards are called as Ray actors.)"""
+    """Reading runs, for clients outside the cluster, while the job goes on. (Inside it, shards are called as Ray actors.)
+
+    An empty job_id means the job of the server. Every call but health and reflection needs the job's token.
+    NOT_FOUND: another job, an unknown run or attempt, calls that were deleted. INVALID_ARGUMENT: a bad filter or page.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetRun: _aio.UnaryUnaryMultiCallable[_trajectory_pb2.GetRunRequest, _trajectory_pb2.GetRunResponse]  # type: ignore[assignment]
     ListRunSummaries: _aio.UnaryUnaryMultiCallable[_trajectory_pb2.ListRunSummariesRequest, _trajectory_pb2.ListRunSummariesResponse]  # type: ignore[assignment]
-    StreamCalls: _aio.UnaryStreamMultiCallable[_trajectory_pb2.StreamCallsRequest, _records_pb2.CallRecord]  # type: ignore[assignment]
+    """Pages of runs in order of dispatch, oldest first."""
+    StreamCalls: _aio.UnaryStreamMultiCallable[_trajectory_pb2.StreamCallsRequest, _trajectory_pb2.Call]  # type: ignore[assignment]
+    """The calls of an attempt, parents before their children; each holds only what is new in it."""
+    GetTree: _aio.UnaryUnaryMultiCallable[_trajectory_pb2.GetTreeRequest, _trajectory_pb2.GetTreeResponse]  # type: ignore[assignment]
+    """The shape of a run without its tokens."""
 
 class TrajectoryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Reading runs, for clients outside the cluster. (Inside it, shards are called as Ray actors.)"""
+    """Reading runs, for clients outside the cluster, while the job goes on. (Inside it, shards are called as Ray actors.)
+
+    An empty job_id means the job of the server. Every call but health and reflection needs the job's token.
+    NOT_FOUND: another job, an unknown run or attempt, calls that were deleted. INVALID_ARGUMENT: a bad filter or page.
+    """
 
     @_abc_1.abstractmethod
     def GetRun(
@@ -62,13 +81,23 @@ class TrajectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _trajectory_pb2.ListRunSummariesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_trajectory_pb2.ListRunSummariesResponse, _abc.Awaitable[_trajectory_pb2.ListRunSummariesResponse]]: ...
+    ) -> _typing.Union[_trajectory_pb2.ListRunSummariesResponse, _abc.Awaitable[_trajectory_pb2.ListRunSummariesResponse]]:
+        """Pages of runs in order of dispatch, oldest first."""
 
     @_abc_1.abstractmethod
     def StreamCalls(
         self,
         request: _trajectory_pb2.StreamCallsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_records_pb2.CallRecord], _abc.AsyncIterator[_records_pb2.CallRecord]]: ...
+    ) -> _typing.Union[_abc.Iterator[_trajectory_pb2.Call], _abc.AsyncIterator[_trajectory_pb2.Call]]:
+        """The calls of an attempt, parents before their children; each holds only what is new in it."""
+
+    @_abc_1.abstractmethod
+    def GetTree(
+        self,
+        request: _trajectory_pb2.GetTreeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trajectory_pb2.GetTreeResponse, _abc.Awaitable[_trajectory_pb2.GetTreeResponse]]:
+        """The shape of a run without its tokens."""
 
 def add_TrajectoryServiceServicer_to_server(servicer: TrajectoryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -44,6 +44,7 @@ from services.scheduler.recovery import CORE_FAILED, SCHEDULER_RECOVERED, Replay
 from services.scheduler.servicer import serve_scheduler
 from services.scheduler.state import JobState
 from services.scheduler.types import LoggedDecision, LoggedEvent, ResumeState, RunView
+from services.trajectory.servicer import trajectory_service
 
 logger = logging.getLogger(__name__)
 
@@ -222,9 +223,13 @@ class JobScheduler:
         journal = self._journal
         before = journal.read_meta(_GRPC_PORT) if journal is not None and is_again else ""
         deadline_s = time.monotonic() + (BIND_TIMEOUT_S if before else 0.0)
+        job_dir, job_id = self._job_dir, self._options.job_id
+        others = [] if job_dir is None else [trajectory_service(job_id, job_dir)]
         while True:
             try:
-                self._server, address = await serve_scheduler(self, host=host, port=int(before or port), token=token)
+                self._server, address = await serve_scheduler(
+                    self, host=host, port=int(before or port), token=token, others=others
+                )
                 break
             except MachineError:
                 if time.monotonic() >= deadline_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -37,10 +37,22 @@ class Scheduler(Protocol):
     async def request(self, request: Request) -> int: ...
 
 
-async def serve_scheduler(scheduler: Scheduler, *, host: str, port: int, token: str) -> tuple[grpc.aio.Server, str]:
-    """Serve one job's scheduler; returns the server with its address."""
+async def serve_scheduler(
+    scheduler: Scheduler,
+    *,
+    host: str,
+    port: int,
+    token: str,
+    others: Sequence[tuple[Callable[[grpc.aio.Server], None], str]] = (),
+) -> tuple[grpc.aio.Server, str]:
+    """Serve one job's scheduler; returns the server with its address.
+
+    ``others``: services that the same server has too, each as what adds it and its name.
+    """
     add = functools.partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, SchedulerServicer(scheduler))
-    return await serve([add], [SERVICE_NAME], host=host, port=port, token=token)
+    adds: list[Callable[[grpc.aio.Server], None]] = [add, *(one for one, _ in others)]
+    names = [SERVICE_NAME, *(name for _, name in others)]
+    return await serve(adds, names, host=host, port=port, token=token)
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):

@@ -5,14 +5,6 @@ from pathlib import Path
 import pytest
 
 from services import cli
-from services.common.errors import NotFoundError
-
-
-def test_an_unknown_outcome_is_refused_and_names_the_known_ones() -> None:
-    with pytest.raises(NotFoundError, match="no outcome 'crash'") as error:
-        cli.runs_list(outcome="crash")
-    assert "harness_crash" in error.value.hint
-    assert "unfinished" in error.value.hint
 
 
 def test_an_error_is_not_broken_into_lines(

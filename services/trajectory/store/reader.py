@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from services.common.errors import ConfigError, NotFoundError
 from services.rollout.types import RunResult
-from services.trajectory.encoding import run_result, with_prompts
+from services.trajectory.encoding import CallRow, run_result, with_prompts
 from services.trajectory.store import reading
 from services.trajectory.store.dialect import connect, postgres_engine, postgres_url, sqlite_engine
 from services.trajectory.store.migrate import check_readable
@@ -60,10 +60,14 @@ class StoreReader:
         ``NotFoundError`` if there is no such run, or retention deleted its calls; ``MachineError`` if their object
         cannot be reached.
         """
+        summary, rows = self.read_calls(run_id, attempt)
+        return summary, with_prompts(rows)
+
+    def read_calls(self, run_id: str, attempt: int | None = None) -> tuple[RunSummary, list[CallRow]]:
+        """As ``read_run``, but of each call's prompt only what is new in it: O(unique tokens) of memory."""
         with self._view_of(run_id) as (db, summary):
             wanted = summary.attempt if attempt is None else attempt
-            rows = reading.calls_of(db, self._scope, self._objects, run_id, wanted)
-        return summary, with_prompts(rows)
+            return summary, reading.calls_of(db, self._scope, self._objects, run_id, wanted)
 
     def run_result(self, run_id: str, attempt: int | None = None) -> RunResult | None:
         """How an attempt ended (the last one by default); None while it goes on. ``NotFoundError`` for no such run."""
