@@ -30,8 +30,7 @@ class Walk:
 
     nodes: tuple[int, ...]
     """The node of each prefix of the messages."""
-    reasonings: tuple[str, ...]
-    """Of each message, stripped."""
+    messages: Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,8 @@ class ConversationIndex:
     """
 
     _nodes: list[_Node] = field(default_factory=list)
-    _children: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    """(prefix, digest of a message as it was sent) -> prefix with that message."""
+    _children: dict[tuple[int, str, bytes, bytes], int] = field(default_factory=dict)
+    """(prefix; a message as it was sent: role, digests of its content and of the rest) -> prefix with it."""
     _tools: list[tuple[tuple[dict[str, Any], ...], int]] = field(default_factory=list)
     """Each set of tools that was sent, with the node of its empty prefix."""
     _answers: dict[bytes, list[_Answered]] = field(default_factory=dict)
@@ -104,7 +103,7 @@ class ConversationIndex:
         for index in range(len(walk.nodes) - 1, 0, -1):
             found = self._answers.get(self._nodes[walk.nodes[index]].key)
             if found:
-                reasoning = _digest(walk.reasonings[index])
+                reasoning = _digest(walk.messages[index].reasoning.strip())
                 best = next((one for one in reversed(found) if one.reasoning == reasoning), found[-1])
                 return Continued(best.call_id, self._nodes[best.node].depth)
         return None
@@ -120,10 +119,9 @@ class ConversationIndex:
     def shares_tools(self, call_id: str, tools: Sequence[dict[str, Any]]) -> bool:
         return self._answered(call_id).tools == self._root(tools)
 
-    def add(self, call_id: str, walk: Walk, answer: Message) -> None:
-        """Note that a call with this request was answered."""
-        node = walk.nodes[-1]
-        whole = self._walk(node, (answer,)).nodes[0]
+    def add(self, call_id: str, node: int, answer: Message) -> None:
+        """Note that a call was answered whose request's way ends at ``node``."""
+        (whole,) = self._walk(node, (answer,)).nodes
         root = node
         while self._nodes[root].depth:
             root = self._nodes[root].parent
@@ -134,12 +132,12 @@ class ConversationIndex:
     def _walk(self, node: int, messages: Sequence[Message]) -> Walk:
         nodes = []
         for message in messages:
-            edge = (node, _digest_as_sent(message))
+            edge = (node, message.role, _digest(message.content), _rest_as_sent(message))
             node = self._children.get(edge, -1)
             if node < 0:
                 node = self._children[edge] = self._add(edge[0], message)
             nodes.append(node)
-        return Walk(tuple(nodes), tuple(message.reasoning.strip() for message in messages))
+        return Walk(tuple(nodes), messages)
 
     def _add(self, parent: int, message: Message) -> int:
         above = self._nodes[parent]
@@ -178,15 +176,14 @@ class ConversationIndex:
 
 
 def _digest(text: str) -> bytes:
-    return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+    return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))  # a cut stream may leave half a pair
 
 
-def _digest_as_sent(message: Message) -> bytes:
-    if not (message.tool_calls or message.reasoning):
-        return _digest(f"{message.role}\0{message.tool_call_id}\0{message.content}")
+def _rest_as_sent(message: Message) -> bytes:
+    if not (message.tool_calls or message.reasoning or message.tool_call_id):
+        return b""
     calls: list[list[Any]] = [[call.call_id, call.name, call.arguments] for call in message.tool_calls]
-    rest = _canonical_json([message.tool_call_id, message.reasoning, calls])
-    return _digest(f"{message.role}\1{rest}\0{message.content}")
+    return _digest(_canonical_json([message.tool_call_id, message.reasoning, calls]))
 
 
 def _without_billing(message: Message) -> Message:

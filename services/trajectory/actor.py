@@ -7,12 +7,20 @@ import hashlib
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
-from services.common.errors import AccessError, ContextLengthError, InvariantError, NotFoundError, TurnLimitError
+from services.common.errors import (
+    AccessError,
+    ContextLengthError,
+    InvariantError,
+    NotFoundError,
+    TidegateError,
+    TurnLimitError,
+)
 from services.common.ids import JobId, RunId, group_of
 from services.common.metrics import metric
 from services.proxy.renderer import load_renderer
@@ -20,41 +28,19 @@ from services.proxy.session import Bridge, Renderer
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import RunResult, Sampling
 from services.trajectory.config import TrajectoryConfig
+from services.trajectory.groups import LiveGroup, LiveRun, new_group, stored_group
 from services.trajectory.live import AttemptLog, Matched
 from services.trajectory.microstep import build_micro_steps
 from services.trajectory.outcome import Outcome
 from services.trajectory.records import check_record, holding_sampling
 from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
-from services.trajectory.store import GroupState, RunFilter, Store, StoreConfig, StoredGroup
-from services.trajectory.tree import TrajectoryTree
+from services.trajectory.store import GroupState, RunFilter, Store
 from services.trajectory.types import CallRecord, CallTicket, GroupResult, GroupSpec, RunSummary
 
 logger = logging.getLogger(__name__)
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-@dataclass
-class _Run:
-    """A run of a live group."""
-
-    run_id: str
-    log: AttemptLog | None = None
-    """Of the newest attempt; None before the first."""
-    result: RunResult | None = None
-    """Of the newest attempt; None while it is unfinished."""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Calls of a run are matched and stored one after the other."""
-
-
-@dataclass
-class _Group:
-    """A group that is unfinished, or ready and untrained."""
-
-    spec: GroupSpec
-    runs: dict[str, _Run]
-    settlement: Settlement | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class TrajectoryShard:
@@ -94,14 +80,12 @@ class TrajectoryShard:
         self._as_ref = as_ref
         self._drop_equal_rewards = drop_equal_rewards
         self._bridge = Bridge(renderer or load_renderer(model_path))
-        self._store = Store(StoreConfig(), job_id, index, store_dir)
-        self._writer = ThreadPoolExecutor(1, f"shard-{index}-store")
+        self._store = Store(config.store, job_id, index, store_dir)
         self._tokenizer = ThreadPoolExecutor(1, f"shard-{index}-tokenizer")  # tokenizers are not thread-safe
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._groups: dict[str, _Group] = {}
-        for stored in self._store.live_groups():
-            self._groups[stored.spec.group_id] = self._load(stored)
+        self._pruning = asyncio.Lock()
+        self._groups = {stored.spec.group_id: stored_group(stored) for stored in self._store.live_groups()}
 
     # -- groups and attempts --
 
@@ -116,8 +100,8 @@ class TrajectoryShard:
             if group.spec != spec:
                 raise InvariantError(f"group {spec.group_id} is open already", f"as {group.spec}, now {spec}")
             return
-        await self._in_writer(self._store.open_group, spec)
-        self._groups[spec.group_id] = _Group(spec, {run_id: _Run(run_id) for run_id in spec.run_ids})
+        await self._commit(self._store.open_group, spec)
+        self._groups[spec.group_id] = new_group(spec)
 
     async def open_attempt(self, run_id: str, attempt: int) -> str:
         """Start an attempt of a run; the key that its calls must carry until ``close_attempt``.
@@ -137,10 +121,12 @@ class TrajectoryShard:
                 return ""
             elif log.key_hash == _hash(key):
                 return key
-            await self._in_writer(self._store.open_attempt, run_id, attempt, _hash(key))
+            await self._commit(self._store.open_attempt, run_id, attempt, _hash(key))
             if run.log is not None and run.log is not log:
                 run.log.close()
+                self._store.seal_run(run_id, run.log.attempt)
             log.key_hash = _hash(key)
+            run.is_loaded = run.is_loaded or run.log is not log
             run.log, run.result = log, None
         return key
 
@@ -159,9 +145,8 @@ class TrajectoryShard:
             return
         log.close()
         async with run.lock:
-            await self._in_writer(
-                lambda: self._store.close_attempt(run_id, attempt, context_overflowed=log.context_overflowed)
-            )
+            overflowed = log.context_overflowed
+            await self._commit(self._store.close_attempt, run_id, attempt, context_overflowed=overflowed)
 
     async def finish_run(self, result: RunResult) -> Outcome:
         """Record how an attempt ended; the outcome as recorded.
@@ -170,10 +155,10 @@ class TrajectoryShard:
         ``TURN_LIMIT`` where it was one too many, and ``ENGINE_LOSS`` where no cell could complete it.
         """
         run = self._find_run(result.run_id)
-        if run is not None and self._groups[group_of(RunId(result.run_id))].settlement is not None:
+        if run is not None and self._groups[group_of(RunId(result.run_id))].result is not None:
             return run.result.outcome if run.result is not None else result.outcome  # it counted as it was
         if run is None:  # its group was dropped meanwhile: recorded, nothing more
-            await self._in_writer(self._store.finish_run, result)
+            await self._commit(self._store.finish_run, result)
             return result.outcome
         async with run.lock:
             log = run.log
@@ -187,24 +172,24 @@ class TrajectoryShard:
                     engine_lost=log.engine_lost,
                 )
                 result = replace(result, outcome=outcome)
-            await self._in_writer(self._store.finish_run, result)
+            await self._commit(self._store.finish_run, result)
+            self._store.seal_run(result.run_id, result.attempt)
             if is_newest:
                 run.result = result
                 if log is None or log.attempt != result.attempt:  # it ended before an attempt was opened
-                    run.log = AttemptLog(result.run_id, result.attempt, None)
+                    run.log, run.is_loaded = AttemptLog(result.run_id, result.attempt, None), True
         return result.outcome
 
     async def finish_group(self, group_id: str) -> GroupResult:
         """Settle a group whose runs are all final. Asking again gives the same answer."""
         group = self._groups.get(group_id)
         if group is None:
-            stored = await self._in_writer(self._store.group_result, group_id)
+            stored = await asyncio.to_thread(self._store.group_result, group_id)
             if stored is None:
                 raise NotFoundError(f"no group {group_id} on this shard.", "Open it first.")
             return stored
         async with group.lock:
-            settlement = group.settlement or await self._settle(group)
-        return settlement.result
+            return group.result or await self._settle(group)
 
     async def micro_steps(self, group_id: str) -> list[Any]:
         """The micro-steps of a ready group, the same ones each time; as ``as_ref`` makes them.
@@ -212,21 +197,29 @@ class TrajectoryShard:
         They are answered again when the group was trained already: whoever asks may not have heard of it.
         """
         group = self._groups.get(group_id) or await self._trained_group(group_id)
-        if group is None or group.settlement is None or not group.settlement.result.ready:
+        if group is None or group.result is None or not group.result.ready:
             raise NotFoundError(f"group {group_id} is not ready to be trained.", "See the answer of finish_group.")
-        runs = group.settlement.runs
-        steps = await asyncio.to_thread(build_micro_steps, group_id, runs, self._config.micro_step_tokens)
+        async with group.lock:
+            if group.scored is None:  # it was settled by a shard that is gone; selection comes out the same
+                group.scored = (await self._settlement(group, drop_equal_rewards=False)).runs
+        limit = self._config.micro_step_tokens
+        steps = await asyncio.to_thread(build_micro_steps, group_id, group.scored, limit)
         return [step if self._as_ref is None else self._as_ref(step) for step in steps]
 
-    async def _trained_group(self, group_id: str) -> _Group | None:
-        stored = await self._in_writer(self._store.trained_group, group_id)
-        return None if stored is None else await self._in_writer(self._load, stored)
+    async def _trained_group(self, group_id: str) -> LiveGroup | None:
+        stored = await asyncio.to_thread(self._store.trained_group, group_id)
+        return None if stored is None else stored_group(stored)
 
     async def mark_trained(self, group_ids: Sequence[str], step: int) -> None:
         """Note that groups were trained by optimizer step ``step``, and let go of their trees."""
-        await self._in_writer(self._store.mark_trained, group_ids, step)
+        await self._commit(self._store.mark_trained, group_ids, step)
         for group_id in group_ids:
             self._groups.pop(group_id, None)
+
+    async def note_checkpoint(self, step: int) -> None:
+        """Note that a checkpoint holds all that was trained up to ``step``: older calls may be deleted, if the job's
+        retention says so. Returns at once."""
+        self._task(self._prune(step))
 
     async def drop_group(self, group_id: str, reason: str) -> None:
         """Give a group up: its keys are dead, it will not be trained. Its calls stay readable in the store."""
@@ -234,7 +227,7 @@ class TrajectoryShard:
         for run in group.runs.values() if group is not None else ():
             if run.log is not None:
                 run.log.close()
-        await self._in_writer(self._store.end_group, group_id, GroupState.DROPPED, reason)
+        await self._commit(self._store.end_group, group_id, GroupState.DROPPED, reason)
 
     async def recover(self, trained_step: int) -> list[GroupResult]:
         """Take up a job from the checkpoint of ``trained_step``: the groups that are ready to be trained.
@@ -242,17 +235,16 @@ class TrajectoryShard:
         Marks of later steps are cleared, for the weights of those steps are gone: their groups are ready again.
         Groups that were complete but not settled are settled; incomplete ones are recorded as cancelled.
         """
-        await self._in_writer(self._store.clear_marks_above, trained_step)
-        stored_groups = await self._in_writer(self._store.live_groups)
+        await self._commit(self._store.clear_marks_above, trained_step)
+        stored_groups = await asyncio.to_thread(self._store.live_groups)
         self._groups = {}
         ready = []
-        for stored in stored_groups:
-            group_id = stored.spec.group_id
-            if stored.result is None and any(one is None or one.result is None for one in stored.attempts.values()):
+        for group in map(stored_group, stored_groups):
+            group_id = group.spec.group_id
+            if not group.is_complete:
                 reason = "the job stopped before all runs of the group had ended"
-                await self._in_writer(self._store.end_group, group_id, GroupState.CANCELLED, reason)
+                await self._commit(self._store.end_group, group_id, GroupState.CANCELLED, reason)
                 continue
-            group = await self._in_writer(self._load, stored)
             self._groups[group_id] = group
             result = await self.finish_group(group_id)
             if result.ready:
@@ -269,11 +261,12 @@ class TrajectoryShard:
         """Build the prompt of a call on the stored ids of the call that it continues.
 
         Raises ``AccessError`` for a key that is not valid now, ``TurnLimitError`` if the run has made all its calls,
-        ``ContextLengthError`` if the prompt leaves no room for one token, ``TemplateError`` if the chat template refuses
-        the messages.
+        ``ContextLengthError`` if the prompt leaves no room for one token, ``TemplateError`` if the chat template
+        refuses the messages.
         """
         run, log = self._authorise(run_id, key)
         async with run.lock:
+            await self._load(run)
             self._check_turns(log)
             matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
             self._authorise(run_id, key)  # the attempt may have been closed meanwhile
@@ -319,8 +312,7 @@ class TrajectoryShard:
             return
         self._is_closed = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._in_writer(self._store.close)
-        self._writer.shutdown()
+        await asyncio.to_thread(self._store.close)
         self._tokenizer.shutdown()
 
     # -- inside --
@@ -352,6 +344,7 @@ class TrajectoryShard:
         if run is None:
             raise AccessError(f"run {record.run_id} is over.")
         async with run.lock:
+            await self._load(run)
             log = run.log
             if log is not None and record.call_id in log.tree:
                 return
@@ -359,73 +352,75 @@ class TrajectoryShard:
                 raise AccessError(f"attempt {record.attempt} of run {record.run_id} is closed.")
             check_record(record)
             row = log.row(record)
-            if not await self._in_writer(self._store.append_call, row):
+            if not await self._commit(self._store.append_call, row):
                 raise InvariantError(f"the store holds another call {record.call_id}", f"attempt {log.attempt}")
             log.complete(row)
 
-    async def _settle(self, group: _Group) -> Settlement:
-        runs = [_final(run) for run in group.runs.values()]
-        unfinished = [run_id for run_id, run in zip(group.runs, runs, strict=True) if run is None]
-        if unfinished:
-            raise InvariantError(f"group {group.spec.group_id} is not complete", f"unfinished: {', '.join(unfinished)}")
-        final = [run for run in runs if run is not None]
-        settlement = await asyncio.to_thread(self._settlement, group, final, self._drop_equal_rewards)
-        settled = {run_id: (advantage, None) for run_id, advantage in settlement.advantages.items()}
-        await self._in_writer(self._store.finish_group, settlement.result, settled)
-        group.settlement = settlement
-        if not settlement.result.ready:
+    async def _settle(self, group: LiveGroup) -> GroupResult:
+        settlement = await self._settlement(group, drop_equal_rewards=self._drop_equal_rewards)
+        result = settlement.result
+        await self._commit(self._store.finish_group, result, settlement.settled)
+        group.result, group.scored = result, settlement.runs
+        if not result.ready:
             self._groups.pop(group.spec.group_id, None)
-        return settlement
+        labels = {"job": self._job_id, "reason": result.loss_reason or "ready"}
+        metric("tidegate_groups_settled_total").inc(1, **labels)
+        metric("tidegate_left_out_tokens_total").inc(result.num_left_out, job=self._job_id)
+        return result
 
-    def _load(self, stored: StoredGroup) -> _Group:
-        """A live group as the store has it."""
-        group = _Group(stored.spec, {})
-        for run_id, attempt in stored.attempts.items():
-            group.runs[run_id] = run = _Run(run_id)
-            if attempt is None:
-                continue
-            run.log, run.result = AttemptLog(run_id, attempt.attempt, attempt.key_hash), attempt.result
-            run.log.context_overflowed = attempt.context_overflowed
-            for row in self._store.calls(run_id, attempt.attempt):
-                run.log.complete(row)
-            run.log.restarted()
-        if stored.result is not None:
-            final = [one for one in map(_final, group.runs.values()) if one is not None]
-            # it was ready once, so equal rewards are to be kept; selection is seeded and comes out the same
-            group.settlement = self._settlement(group, final, drop_equal_rewards=False)
-        return group
-
-    def _settlement(self, group: _Group, final: list[FinalRun], drop_equal_rewards: bool) -> Settlement:
+    async def _settlement(self, group: LiveGroup, *, drop_equal_rewards: bool) -> Settlement:
+        for run in group.runs.values():
+            async with run.lock:
+                await self._load(run)
+        final: list[FinalRun] = group.final_runs()
         seed = self._sampling.seed or 0
-        return settle_group(group.spec, final, self._config, drop_equal_rewards=drop_equal_rewards, seed=seed)
+        return await asyncio.to_thread(
+            settle_group, group.spec, final, self._config, drop_equal_rewards=drop_equal_rewards, seed=seed
+        )
+
+    async def _load(self, run: LiveRun) -> None:
+        """Have the stored calls of a run's newest attempt in hand. The run's lock is held."""
+        if not run.is_loaded and run.log is not None:
+            run.load(await asyncio.to_thread(self._store.calls, run.run_id, run.log.attempt))
+
+    async def _prune(self, durable_step: int) -> None:
+        async with self._pruning:
+            try:
+                report = await asyncio.to_thread(self._store.prune, time.time(), durable_step)
+            except TidegateError as error:  # the next checkpoint tries again
+                logger.warning("old calls could not be deleted: %s", error)
+                return
+        if report.group_ids:
+            logger.info("deleted the calls of %d groups, %d bytes", len(report.group_ids), report.freed_bytes)
 
     def _secret_of(self, run_id: str, attempt: int) -> str:
         return hmac.new(self._key_secret, f"{run_id}/{attempt}".encode(), hashlib.sha256).hexdigest()[:32]
 
-    def _authorise(self, run_id: str, key: str) -> tuple[_Run, AttemptLog]:
+    def _authorise(self, run_id: str, key: str) -> tuple[LiveRun, AttemptLog]:
         run = self._find_run(run_id)
         log = run.log if run is not None else None
         if run is not None and log is not None and log.key_hash and hmac.compare_digest(log.key_hash, _hash(key)):
             return run, log
         raise AccessError("this key is unknown or no longer valid.", "A key is valid while its attempt runs.")
 
-    def _find_run(self, run_id: str) -> _Run | None:
+    def _find_run(self, run_id: str) -> LiveRun | None:
         try:
             group = self._groups.get(group_of(RunId(run_id)))
         except ValueError:
             return None
         return None if group is None else group.runs.get(run_id)
 
-    def _live_run(self, run_id: str) -> _Run:
+    def _live_run(self, run_id: str) -> LiveRun:
         run = self._find_run(run_id)
         if run is None:
             raise NotFoundError(f"no live run {run_id} on this shard.", "Open its group first.")
-        if self._groups[group_of(RunId(run_id))].settlement is not None:
+        if self._groups[group_of(RunId(run_id))].result is not None:
             raise InvariantError(f"run {run_id} cannot have a further attempt", "its group is settled")
         return run
 
-    async def _in_writer(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        return await self._in_thread(self._writer, work, *arguments)
+    async def _commit(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Have the store do something; it is durable on return. What comes at one time shares a commit."""
+        return await asyncio.wrap_future(self._store.submit(method, *args, **kwargs))
 
     async def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
@@ -439,12 +434,3 @@ class TrajectoryShard:
 
 def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-def _final(run: _Run) -> FinalRun | None:
-    """A run as it is settled, None while it is unfinished."""
-    if run.result is None:
-        return None
-    if run.log is None:
-        return FinalRun(run.result, TrajectoryTree())
-    return FinalRun(run.result, run.log.tree, run.log.roles)

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.trajectory.store.config import StoreConfig
+
 
 class TrajectoryConfig(BaseModel):
     """Call logs, trees, selection and advantages."""
@@ -28,3 +30,5 @@ class TrajectoryConfig(BaseModel):
     """A group with fewer counted runs is lost."""
     micro_step_tokens: int = Field(default=65_536, ge=16)
     """Most unique tokens of one micro-step. A group with more is cut between its runs; a single run never is."""
+    store: StoreConfig = StoreConfig()
+    """Where runs are kept, and for how long."""

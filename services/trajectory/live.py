@@ -40,7 +40,8 @@ class PendingCall:
     num_prompt_tokens: int
     new_prompt_ids: TokenIds
     """int32: the prompt behind the parent's prompt and answer."""
-    walk: Walk
+    last_node: int
+    """Where its request ends in the tree of messages."""
     request: Mapping[str, Any]
     """JSON-ready: without the messages and tools that the parent's request had too."""
     num_shared_messages: int
@@ -111,7 +112,7 @@ class AttemptLog:
             parent_call_id=parent,
             num_prompt_tokens=len(prompt.ids),
             new_prompt_ids=prompt.ids[len(prompt.ids) - prompt.num_new_tokens :].copy(),  # no view of the whole prompt
-            walk=matched.walk,
+            last_node=matched.walk.nodes[-1],
             request=new_in_request(request, num_shared, shares_tools=shares_tools),
             num_shared_messages=num_shared,
             shares_tools=shares_tools,
@@ -168,8 +169,8 @@ class AttemptLog:
         opening = pending.opening if pending else _opening(record)
         self._roles.add(record.call_id, record.parent_call_id, record.agent_id, opening, record.output_text)
         if is_whole:
-            walk = pending.walk if pending else self._walk(row)
-            self._conversations.add(record.call_id, walk, answer_of(record))
+            last_node = pending.last_node if pending else self._walk(row).nodes[-1]
+            self._conversations.add(record.call_id, last_node, answer_of(record))
 
     def restarted(self) -> None:
         """Never again give the id of a call that was in flight when the shard went down: its answer may yet come."""

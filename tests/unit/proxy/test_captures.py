@@ -76,7 +76,7 @@ def test_every_main_request_extends_its_predecessor(scenario: str, chain: tuple[
             assert prompt.num_new_tokens == len(prompt.ids) - len(history)
         if number + 1 < len(requests):
             answer = requests[number + 1].messages[len(request.messages)]  # the next request repeats it
-            index.add(str(number), walk, answer)
+            index.add(str(number), walk.nodes[-1], answer)
             output = np.asarray([*renderer().encode(answer.content), 2], dtype=np.int32)
             stored = StoredCall(str(number), len(request.messages), (prompt.ids, output), 2)
 
@@ -88,5 +88,5 @@ def walk_of(index: ConversationIndex, request: CanonicalRequest) -> Walk:
 def test_side_calls_and_compactions_are_forks() -> None:
     multi = [openai_chat.parse(load(CAPTURES / f"opencode/oc-multi-0{number}.json")["body"]) for number in (1, 2)]
     index = ConversationIndex()
-    index.add("title", walk_of(index, multi[0]), multi[1].messages[0])
+    index.add("title", walk_of(index, multi[0]).nodes[-1], multi[1].messages[0])
     assert index.match(walk_of(index, multi[1])) is None

@@ -28,7 +28,7 @@ def stored(call_id: str, *messages: Message, answer: Message) -> Stored:
 def match(calls: list[Stored], messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> str | None:
     index = ConversationIndex()
     for call_id, asked, answer in calls:
-        index.add(call_id, index.walk(stable_messages(asked), ()), answer)
+        index.add(call_id, index.walk(stable_messages(asked), ()).nodes[-1], answer)
     found = index.match(index.walk(stable_messages(messages), tools))
     return found.call_id if found else None
 
@@ -83,14 +83,14 @@ def test_of_equal_calls_the_one_with_the_same_reasoning_then_the_newest_is_conti
 
 def test_where_a_call_is_continued_its_answer_stands_behind_its_request() -> None:
     index = ConversationIndex()
-    index.add("a", index.walk((user("1"), assistant("2"), user("3")), ()), assistant("4"))
+    index.add("a", index.walk((user("1"), assistant("2"), user("3")), ()).nodes[-1], assistant("4"))
     walk = index.walk((user("1"), assistant("2"), user("3"), assistant("4"), user("5")), ())
     assert index.match(walk) == Continued("a", 3)
 
 
 def test_messages_that_were_sent_just_so_before_are_shared() -> None:
     index = ConversationIndex()
-    index.add("a", index.walk((user("1"), assistant("2", reasoning="r"), user("3")), ()), assistant("4"))
+    index.add("a", index.walk((user("1"), assistant("2", reasoning="r"), user("3")), ()).nodes[-1], assistant("4"))
 
     def num_shared(*messages: Message) -> int:
         return index.num_shared("a", index.walk(messages, ()))
@@ -102,7 +102,7 @@ def test_messages_that_were_sent_just_so_before_are_shared() -> None:
 
 def test_a_walk_that_is_taken_up_from_a_stored_call_is_the_whole_walk() -> None:
     index = ConversationIndex()
-    index.add("a", index.walk((user("1"), assistant("2"), user("3")), ()), assistant("4"))
+    index.add("a", index.walk((user("1"), assistant("2"), user("3")), ()).nodes[-1], assistant("4"))
     whole = index.walk((user("1"), assistant("2"), user("x")), ())
     assert index.walk_on("a", 2, (user("x"),)).nodes == whole.nodes[2:]
 
@@ -136,7 +136,7 @@ def test_the_call_that_is_found_is_the_longest_that_begins_the_request(
     index = ConversationIndex()
     lengths = []
     for number, (messages, answer) in enumerate(calls):
-        index.add(str(number), index.walk(messages, ()), assistant(answer))
+        index.add(str(number), index.walk(messages, ()).nodes[-1], assistant(answer))
         whole = comparable([*messages, assistant(answer)])
         if comparable(request)[: len(whole)] == whole:
             lengths.append(len(messages))

@@ -13,6 +13,7 @@ from services.proxy.backends import Shard
 from services.rollout.types import GenerateChunk, GenerateRequest, Sampling
 from services.trajectory.actor import TrajectoryShard
 from services.trajectory.config import TrajectoryConfig
+from services.trajectory.store import read_run
 from services.trajectory.types import GroupSpec
 from tests.unit.proxy.conftest import Serve
 from tests.unit.proxy.fakes import RUN, FakeBackends, FakeCell, FakeShard
@@ -43,7 +44,9 @@ async def shard(tmp_path: Path) -> AsyncIterator[TrajectoryShard]:
     await made.close()
 
 
-async def test_second_call_is_built_on_the_tokens_of_the_first(serve: Serve, shard: TrajectoryShard) -> None:
+async def test_second_call_is_built_on_the_tokens_of_the_first(
+    serve: Serve, shard: TrajectoryShard, tmp_path: Path
+) -> None:
     await shard.open_group(GroupSpec("g000001", "task", (RUN, "g000001-r1"), version=0))
     key = await shard.open_attempt(RUN, 0)
     model = Model()
@@ -56,7 +59,9 @@ async def test_second_call_is_built_on_the_tokens_of_the_first(serve: Serve, sha
         first = await client.chat.completions.create(model="m", messages=messages)
         messages += [{"role": "assistant", "content": first.choices[0].message.content}]
         messages += [{"role": "user", "content": "the output was empty"}]
-        second = await client.chat.completions.create(model="m", messages=messages)
+        second = await client.chat.completions.create(
+            model="m", messages=messages, temperature=0.3, extra_body={"wibble": 1}
+        )
         messages += [{"role": "user", "content": "a file " * 400}]
         with pytest.raises(openai.BadRequestError) as too_long:
             await client.chat.completions.create(model="m", messages=messages)
@@ -77,3 +82,11 @@ async def test_second_call_is_built_on_the_tokens_of_the_first(serve: Serve, sha
     assert too_long.value.code == "context_length_exceeded"
     (summary,) = [run for run in await shard.run_summaries() if run.run_id == RUN]
     assert summary.num_calls == 2
+    _, calls = read_run(str(tmp_path), RUN)
+    assert calls[1].requested_sampling == {"temperature": 0.3}
+    assert calls[1].request["unused_fields"] == ["wibble"]
+    assert [message["content"] for message in calls[1].request["messages"]] == [
+        "make x",
+        ANSWER,
+        "the output was empty",
+    ]

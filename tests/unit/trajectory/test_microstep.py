@@ -13,13 +13,13 @@ from services.trainer.types import MicroStep
 from services.trajectory.microstep import SHARED, ScoredRun, build_micro_step, build_micro_steps, cut_group
 from services.trajectory.select import select
 from services.trajectory.tree import TreeCall
-from tests.unit.trajectory.trees import NO_LIMIT, flatten, loss, make_call, make_tree, scored_runs, unhurried
+from tests.unit.trajectory.trees import flatten, loss, make_call, make_tree, scored_runs, unhurried
 
 
 def scored(number: int, *calls: TreeCall, advantage: float = 1.0) -> ScoredRun:
     tree = make_tree(*calls)
     run_id = f"g000000-r{number}"
-    return ScoredRun(run_id, advantage, tree, select(tree, max_trajectories=5, seed=0, run_id=run_id))
+    return ScoredRun(run_id, advantage, tree, select(tree, {}, max_trajectories=5, seed=0, run_id=run_id))
 
 
 def two_runs() -> list[ScoredRun]:
@@ -90,7 +90,7 @@ def test_a_run_longer_than_the_limit_is_not_cut() -> None:
 
 def test_a_run_without_targets_is_in_no_micro_step() -> None:
     runs = [*two_runs(), scored(2, make_call("r2-c0", None, [1, 2], [7], trainable=False))]
-    (micro_step,) = build_micro_steps("g000000", runs, NO_LIMIT)
+    (micro_step,) = build_micro_steps("g000000", runs, 1 << 30)
     assert [run.run_id for run in micro_step.runs] == ["g000000-r0", "g000000-r1"]
 
 
@@ -114,7 +114,7 @@ def assert_well_formed(micro_step: MicroStep) -> None:
 
 
 @unhurried
-@given(scored_runs(), st.sampled_from([1, 8, 20, NO_LIMIT]))
+@given(scored_runs(), st.sampled_from([1, 8, 20, 1 << 30]))
 def test_each_selected_token_is_a_target_exactly_once_and_nothing_else_is(
     runs: list[ScoredRun], max_tokens: int
 ) -> None:
@@ -141,7 +141,7 @@ def test_each_selected_token_is_a_target_exactly_once_and_nothing_else_is(
 @unhurried
 @given(scored_runs())
 def test_rows_of_a_run_are_its_selected_paths(runs: list[ScoredRun]) -> None:
-    for micro_step in build_micro_steps("g000000", runs, NO_LIMIT):
+    for micro_step in build_micro_steps("g000000", runs, 1 << 30):
         rows = Counter((row.run_id, row.token_ids) for row in flatten(micro_step))
         for run in runs:
             own = {ids for run_id, ids in rows if run_id == run.run_id}
@@ -155,7 +155,7 @@ def test_rows_of_a_run_are_its_selected_paths(runs: list[ScoredRun]) -> None:
 @unhurried
 @given(scored_runs(), st.integers(1, 40))
 def test_the_loss_does_not_depend_on_where_a_group_is_cut(runs: list[ScoredRun], max_tokens: int) -> None:
-    whole = build_micro_steps("g000000", runs, NO_LIMIT)
+    whole = build_micro_steps("g000000", runs, 1 << 30)
     pieces = build_micro_steps("g000000", runs, max_tokens)
     one_by_one = [build_micro_step("m", "g000000", [run]) for run in runs if run.selection.num_targets]
     assert loss(pieces) == pytest.approx(loss(whole), rel=1e-9, abs=1e-9)

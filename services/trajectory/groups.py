@@ -1,0 +1,97 @@
+"""The groups that a shard has in hand: their runs, and the calls of those that something is asked of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.common.errors import InvariantError
+from services.rollout.types import RunResult
+from services.trajectory.encoding import CallRow
+from services.trajectory.live import AttemptLog
+from services.trajectory.microstep import ScoredRun
+from services.trajectory.settle import FinalRun
+from services.trajectory.store import StoredAttempt, StoredGroup
+from services.trajectory.tree import TrajectoryTree
+from services.trajectory.types import GroupResult, GroupSpec
+
+
+@dataclass
+class LiveRun:
+    """A run of a group in hand."""
+
+    run_id: str
+    log: AttemptLog | None = None
+    """Of the newest attempt; None before the first."""
+    is_loaded: bool = True
+    """False: the store has calls of the newest attempt that ``log`` does not have yet."""
+    result: RunResult | None = None
+    """Of the newest attempt; None while it is unfinished."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Calls of a run are matched and stored one after the other."""
+
+    @property
+    def final(self) -> FinalRun | None:
+        """The run as it is settled, None while it is unfinished. Its calls must be loaded."""
+        if self.result is None:
+            return None
+        if self.log is None:
+            return FinalRun(self.result, TrajectoryTree())
+        return FinalRun(self.result, self.log.tree, self.log.roles)
+
+    def load(self, rows: Sequence[CallRow]) -> None:
+        """Take the stored calls of the newest attempt; it was in hand of a shard that is gone."""
+        assert self.log is not None
+        for row in rows:
+            self.log.complete(row)
+        self.log.restarted()
+        self.is_loaded = True
+
+
+@dataclass
+class LiveGroup:
+    """A group that is unfinished, or ready and untrained."""
+
+    spec: GroupSpec
+    runs: dict[str, LiveRun]
+    result: GroupResult | None = None
+    """None while it is not settled."""
+    scored: tuple[ScoredRun, ...] | None = None
+    """What a ready group is trained with. None: not settled, or settled by a shard that is gone."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_complete(self) -> bool:
+        """All its runs have ended."""
+        return all(run.result is not None for run in self.runs.values())
+
+    def final_runs(self) -> list[FinalRun]:
+        """Its runs as they are settled; ``InvariantError`` while one is unfinished."""
+        final = {run_id: run.final for run_id, run in self.runs.items()}
+        unfinished = [run_id for run_id, run in final.items() if run is None]
+        if unfinished:
+            raise InvariantError(f"group {self.spec.group_id} is not complete", f"unfinished: {', '.join(unfinished)}")
+        return [run for run in final.values() if run is not None]
+
+
+def new_group(spec: GroupSpec) -> LiveGroup:
+    """A group as it is dispatched."""
+    return LiveGroup(spec, {run_id: LiveRun(run_id) for run_id in spec.run_ids})
+
+
+def stored_group(stored: StoredGroup) -> LiveGroup:
+    """A group as the store has it, its calls not loaded."""
+    return LiveGroup(stored.spec, _stored_runs(stored.attempts), stored.result)
+
+
+def _stored_runs(attempts: Mapping[str, StoredAttempt | None]) -> dict[str, LiveRun]:
+    runs = {}
+    for run_id, attempt in attempts.items():
+        runs[run_id] = run = LiveRun(run_id)
+        if attempt is None:
+            continue
+        run.log, run.result = AttemptLog(run_id, attempt.attempt, attempt.key_hash), attempt.result
+        run.log.context_overflowed = attempt.context_overflowed
+        run.is_loaded = False
+    return runs
