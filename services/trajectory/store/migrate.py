@@ -64,12 +64,18 @@ def check_readable(connection: sa.Connection, name: str) -> bool:
 
 
 def migrate(engine: sa.Engine, name: str) -> None:
-    """Create the store's tables or bring them up to date: wholly, or not at all."""
-    with _alembic_lock, engine.begin() as connection:
-        lock_schema(connection)
-        found = schema_version(connection, name)
-        if found < SCHEMA_VERSION:
-            _run_revisions(connection, found)
+    """Create the store's tables or bring them up to date: wholly, or not at all. ``ConfigError`` if it fails."""
+    try:
+        with _alembic_lock, engine.begin() as connection:
+            lock_schema(connection)
+            found = schema_version(connection, name)
+            if found < SCHEMA_VERSION:
+                _run_revisions(connection, found)
+    except sa.exc.DBAPIError as error:
+        raise ConfigError(
+            f"{name} could not be brought up to schema version {SCHEMA_VERSION} ({first_line(error)}).",
+            "Nothing was changed. See that there is room and the right to create tables, or use another store.",
+        ) from error
 
 
 def _run_revisions(connection: sa.Connection, found: int) -> None:

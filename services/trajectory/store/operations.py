@@ -71,9 +71,10 @@ def open_group(db: sa.Connection, scope: Scope, shard_index: int, spec: GroupSpe
             opened_at_s=now_s,
         )
     )
-    for position, run_id in enumerate(spec.run_ids):
-        values = {"job_id": scope.job_id, "run_id": run_id, "group_id": spec.group_id, "position": position}
-        db.execute(sa.insert(runs).values(values))
+    group = {"job_id": scope.job_id, "group_id": spec.group_id}
+    rows = [{**group, "run_id": run_id, "position": position} for position, run_id in enumerate(spec.run_ids)]
+    if rows:
+        db.execute(sa.insert(runs), rows)
     return [ref for ref in refs if ref is not None]
 
 
@@ -160,8 +161,8 @@ def clear_marks_above(db: sa.Connection, scope: Scope, step: int) -> None:
 def append_call(db: sa.Connection, scope: Scope, row: CallRow) -> bool:
     """Store a call. False, and nothing changed, if a call of this id is stored already."""
     columns = {"job_id": scope.job_id, **columns_of(row)}
-    insert = upsert(db, calls).on_conflict_do_nothing(index_elements=["job_id", "call_id"])
-    if db.execute(insert, columns).rowcount != 1:
+    insert = upsert(db, calls).on_conflict_do_nothing(index_elements=["job_id", "call_id"]).returning(calls.c.seq)
+    if db.scalar(insert, columns) is None:
         return False
     count = {
         "of_job": scope.job_id,

@@ -28,12 +28,14 @@ _CONNECT_TIMEOUT_S = 2.0
 ALL_RUNS = RunFilter()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Part:
     """A database that holds a part of the store: a shard's file, or all of it."""
 
     name: str
     engine: sa.Engine
+    is_checked: bool = False
+    """It was seen to have this code's schema."""
 
 
 class StoreReader:
@@ -165,7 +167,8 @@ def _database_reader(store: str, job_id: str | None) -> StoreReader:
 @contextlib.contextmanager
 def _view(part: _Part) -> Iterator[sa.Connection]:
     with contextlib.closing(connect(part.engine, _CONNECT_TIMEOUT_S)) as db, _errors_of(part), db.begin():
-        if not check_readable(db, part.name):
+        part.is_checked = part.is_checked or check_readable(db, part.name)
+        if not part.is_checked:
             raise NotFoundError(f"{part.name} is being created.", "Try again in a moment.")
         yield db
 

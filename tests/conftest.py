@@ -1,0 +1,24 @@
+"""Servers that tests share. Each starts with the first test that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.services import PostgresServer, S3Server, s3_server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL. Tests take databases or jobs of their own."""
+    server = PostgresServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """An S3. Tests take jobs of their own."""
+    with s3_server() as server:
+        yield server

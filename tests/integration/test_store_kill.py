@@ -1,0 +1,108 @@
+"""kill -9 at random moments: what was told to be durable is there, once, and the store opens again."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import NotFoundError
+from services.trajectory.encoding import CallRow
+from services.trajectory.store.reading import refs_in_use
+from tests.integration.store_writer import expected_row, write_for_ever
+from tests.services import PostgresServer
+from tests.unit.trajectory.stores import Place
+from tests.waiting import wait_until
+
+NUM_KILLS = 24
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    found = Place(tmp_path)
+    if request.param == "postgresql":
+        server: PostgresServer = request.getfixturevalue("postgres")
+        found.url = server.url()
+    yield found
+    found.close()
+
+
+def told_before_it_died(receiver: Connection, kill_after: int, pid: int) -> set[str]:
+    """What a process told to be durable; it is killed once it has told so much."""
+    told: set[str] = set()
+    try:
+        while len(told) < kill_after:
+            assert receiver.poll(60)
+            told.add(receiver.recv_bytes().decode())
+        os.kill(pid, signal.SIGKILL)
+        while True:
+            told.add(receiver.recv_bytes().decode())
+    except (EOFError, OSError):  # OSError: it died in the middle of telling
+        return told
+
+
+def check(place: Place, told: set[str]) -> int:
+    """All that was told is stored as it was written; the number of calls that are stored."""
+    reader = place.reader()
+    numbers = defaultdict(set)
+    for call_id in told:
+        run_id, _, number = call_id.rpartition("-a0-c")
+        numbers[run_id].add(int(number))
+    num_stored = 0
+    for run_id, wanted in numbers.items():
+        summary, calls = reader.read_run(run_id)
+        ids = [call.call_id for call in calls]
+        assert len(ids) == len(set(ids)) == summary.num_calls
+        assert wanted <= {int(one.rpartition("-c")[2]) for one in ids}
+        parent: CallRow | None = None
+        for number, call in enumerate(calls):
+            parent = expected_row(run_id, number, parent)
+            assert call.output_ids.tobytes() == parent.record.output_ids.tobytes()
+            assert call.logprobs.tobytes() == parent.record.logprobs.tobytes()
+            assert call.request == parent.record.request
+            assert len(call.prompt_ids) == parent.num_prompt_tokens
+        num_stored += len(calls)
+    return num_stored
+
+
+def test_kill_9_at_any_moment_loses_nothing_that_was_durable(place: Place) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.integration.store_writer", "services.common.metrics"])
+    moments = random.Random(4)
+    told: set[str] = set()
+    for kill in range(NUM_KILLS):
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (place.config(), place.job_id, str(place.folder), kill, sender)
+        process = context.Process(target=write_for_ever, args=arguments, daemon=True)
+        process.start()
+        sender.close()
+        assert process.pid is not None
+        of_this_one = told_before_it_died(receiver, moments.randrange(1, 150), process.pid)
+        process.join()
+        receiver.close()
+        assert process.exitcode == -signal.SIGKILL
+        assert check(place, of_this_one) >= len(of_this_one)
+        told |= of_this_one
+    assert check(place, told) >= len(told) > NUM_KILLS
+    summaries = place.reader().list_runs()
+    for group_id, members in itertools.groupby(summaries, key=lambda one: one.group_id):
+        assert len(list(members)) == 4, group_id
+    store = place.open()
+    with pytest.raises(NotFoundError):
+        place.reader().read_run("g999999-r0")
+
+    def in_use() -> set[str]:
+        with store._reading() as db:
+            return refs_in_use(db, store.scope)
+
+    wait_until(lambda: set(store.objects.refs()) == in_use(), 30)
+    assert len(in_use()) > 4
+    assert check(place, told) >= len(told)
