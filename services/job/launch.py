@@ -44,7 +44,7 @@ from services.proxy.deployment import ProxySettings, proxy_application
 from services.rollout.actor import Runner
 from services.rollout.cell import RolloutCell
 from services.rollout.engine import engine_env
-from services.rollout.scoring.evaluate import ScoringSetup, judge_key
+from services.rollout.scoring.evaluate import ScoringSetup, judge_key, judge_spending
 from services.rollout.types import Sampling
 from services.scheduler.actor import JobScheduler
 from services.scheduler.events import TrainingFailed
@@ -113,6 +113,7 @@ class _Job:
         self._cells: list[Any] = []
         self._trainings: list[Any] = []
         """The core's first."""
+        self._told_of_budget = False
 
     def run(self, snapshot: dict[str, Any]) -> None:
         """Start everything, follow the job, end everything. ``snapshot`` takes the newest one, whatever happens."""
@@ -302,6 +303,7 @@ class _Job:
                         line for line in reversed(read_metrics(self._plan.folder)) if line["kind"] == "step"
                     )
                 progress.show(snapshot, self._sampled_tokens(), last_step)
+                self._notice_spent_budget(progress)
                 if snapshot["done"]:
                     return
                 self._notice_dead_training(scheduler)
@@ -327,6 +329,15 @@ class _Job:
             with contextlib.suppress(ray.exceptions.RayError, TidegateError):
                 total += ray.get(ref).generated_tokens
         return total
+
+    def _notice_spent_budget(self, progress: Progress) -> None:
+        spending = judge_spending(self._config.rollout.scoring, self._plan.folder)
+        if spending is not None and spending["num_refused"] and not self._told_of_budget:
+            self._told_of_budget = True
+            progress.note(
+                f"the judge's budget is spent (${spending['spent_usd']:.4g} of ${spending['max_cost_usd']:g}): runs "
+                "without a score are left out; raise rollout.scoring.max_cost_usd"
+            )
 
     def _notice_dead_training(self, scheduler: SchedulerLink) -> None:
         core = self._trainings[0]
@@ -391,6 +402,8 @@ def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: fl
         wall_s=wall_s,
         peak_rss_bytes=peak_rss_bytes,
     )
+    if (spending := judge_spending(plan.config.rollout.scoring, plan.folder)) is not None:
+        summary["judge"] = spending
     write_json(plan.folder / "summary.json", summary)
     plot_reward(plan.folder, plan.job_id)
     console.print(summary_table(summary, plan.folder))

@@ -147,7 +147,7 @@ class World:
         if result.outcome is not Outcome.ENGINE_LOSS:  # the runner cannot know that: it scores
             assert (self.run_dir / "verifier-1").exists() == rule.scored
             assert (result.reward is not None) == (rule.scored and not is_failed), result.detail
-            assert bool(result.evaluated_ref) == (result.reward is not None)
+            assert bool(result.evaluated_ref) == rule.scored
         group = await self.settled()
         targets_of_peers = sum(len(f"first of {peer}") + len("done") + 2 for peer in PEERS)
         assert group.num_counted == len(PEERS) + (rule.counted if counts is None else counts), group.reason

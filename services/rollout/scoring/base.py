@@ -45,7 +45,8 @@ class Score:
     """The reward; None unless ``valid``."""
     valid: bool
     evaluated_ref: str = ""
-    """What was evaluated: the digest of the workspace tree, so that one can tell which work a reward belongs to."""
+    """What was evaluated: the digest of the workspace tree, so that one can tell which work a reward belongs to. The
+    runner fills it in."""
     details: dict[str, Any] = field(default_factory=dict)
     """JSON-ready, at most ``MAX_DETAILS_BYTES``. ``reason`` says why there is no value."""
     failure: Outcome | None = None

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from services.common.errors import JobError
 
+BUDGET_FILE = "judge-budget.json"
+"""In the job's folder."""
+
 
 class BudgetSpentError(JobError):
     """A call could cost more than is left."""

@@ -6,12 +6,14 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from services.common.errors import ConfigError
 from services.rollout.config import SandboxConfig
 from services.rollout.scoring.base import Score, ScoredRunView, Scorer, invalid
+from services.rollout.scoring.budget import BUDGET_FILE, Budget
 from services.rollout.scoring.config import FunctionScoring, HarborScoring, JudgeScoring, ScoringConfig
 from services.rollout.scoring.harbor import HarborScorer
 from services.rollout.scoring.process import ProcessScorer, check_function
@@ -93,9 +95,9 @@ def _evaluate_copy(scorer: Scorer, run: ScoredRunView, workspace: Path, folder: 
         remove_tree(folder)
         folder.mkdir(parents=True)
         copy_tree(workspace, app)
-        return scorer.score(run, app)
+        return replace(scorer.score(run, app), evaluated_ref=run.workspace_ref)
     except OSError as error:
-        return invalid(f"scorer: {error}")
+        return replace(invalid(f"scorer: {error}"), evaluated_ref=run.workspace_ref)
     finally:
         for part in (app, folder / "scratch"):
             remove_tree(part)
@@ -115,6 +117,22 @@ def check_scoring(config: ScoringConfig) -> None:
 def judge_key(config: ScoringConfig) -> str:
     """The judge's key, from the environment of this process; empty if there is none."""
     return os.environ.get(config.api_key_env, "") if isinstance(config, JudgeScoring) and config.api_key_env else ""
+
+
+def judge_spending(config: ScoringConfig, job_dir: Path) -> dict[str, Any] | None:
+    """What a job has spent on its judge, US dollars, and how many calls it could not pay; None without a judge."""
+    if not isinstance(config, JudgeScoring):
+        return None
+    try:
+        ledger = Budget(job_dir / BUDGET_FILE, config.max_cost_usd).read()
+    except (OSError, ValueError, TypeError):  # the scorers say so too
+        return None
+    return {
+        "spent_usd": ledger.total_usd,
+        "max_cost_usd": config.max_cost_usd,
+        "num_calls": ledger.num_calls,
+        "num_refused": ledger.num_refused,
+    }
 
 
 def describe(config: ScoringConfig) -> str:

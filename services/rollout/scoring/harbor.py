@@ -54,7 +54,7 @@ class HarborScorer:
             case ExitReason.EXITED if not result.signalled:
                 reward, reason = read_reward(logs)
                 if reward is not None:
-                    return Score(reward, True, run.workspace_ref, read_details(logs))
+                    return Score(reward, True, details=read_details(logs))
                 return invalid(f"verifier ended with {result.detail}: {reason}")
             case _:
                 return invalid(f"verifier: {result.detail}")

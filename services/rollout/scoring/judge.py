@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from services.rollout.scoring.base import Score, ScoredRunView, invalid
-from services.rollout.scoring.budget import Budget, BudgetSpentError
+from services.rollout.scoring.budget import BUDGET_FILE, Budget, BudgetSpentError
 from services.rollout.scoring.config import JudgeScoring
 from services.rollout.scoring.contents import diff, listing, read_texts
 from services.rollout.scoring.harbor import read_untrusted
@@ -25,7 +25,6 @@ from services.rollout.scoring.judge_text import (
 )
 from services.trajectory.outcome import Outcome
 
-BUDGET_FILE = "judge-budget.json"
 _MAX_ANSWER_FILE_BYTES = 1 << 20
 _MAX_BACKOFF_S = 60.0
 _ERRORS_WORTH_ASKING_AGAIN = (408, 409, 425, 429)

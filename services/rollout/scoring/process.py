@@ -63,8 +63,7 @@ class ProcessScorer:
         ended = run_sandboxed(self._request(scratch), "none", self._cancel)
         (self._folder / "stdout").write_bytes(ended.stdout)
         (self._folder / "stderr").write_bytes(ended.stderr)
-        score = self._score_of(ended, scratch / "result.json")
-        return Score(score.value, score.valid, run.workspace_ref, score.details, score.failure, score.is_final)
+        return self._score_of(ended, scratch / "result.json")
 
     def _request(self, scratch: Path) -> SandboxRequest:
         config = self._config

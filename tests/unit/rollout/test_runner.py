@@ -16,6 +16,8 @@ from services.trajectory.outcome import Outcome
         (ExitReason.EXITED, 1, Outcome.HARNESS_CRASH),
         (ExitReason.EXITED, 137, Outcome.HARNESS_CRASH),
         (ExitReason.TIMEOUT, None, Outcome.HARNESS_TIMEOUT),
+        (ExitReason.TOTAL_TIMEOUT, None, Outcome.WALL_TIMEOUT),
+        (ExitReason.DIED, None, Outcome.SANDBOX_DEATH),
         (ExitReason.MEMORY, None, Outcome.OUT_OF_MEMORY),
         (ExitReason.PROCESSES, None, Outcome.OUT_OF_MEMORY),
         (ExitReason.DISK, None, Outcome.OUT_OF_MEMORY),
