@@ -48,6 +48,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="is missing") as error:
         load_task(folder)
     assert str(folder / name) in error.value.message
+    assert error.value.hint
 
 
 def test_a_verifier_is_needed_only_where_the_job_scores_by_it(tmp_path: Path) -> None:
@@ -56,7 +57,6 @@ def test_a_verifier_is_needed_only_where_the_job_scores_by_it(tmp_path: Path) ->
     assert load_task_set(tmp_path, needs_verifier=False)[0].name == "greet"
     with pytest.raises(ConfigError, match=r"test\.sh"):
         load_task_set(tmp_path)
-    assert error.value.hint
 
 
 @pytest.mark.parametrize(
