@@ -46,7 +46,7 @@ SERIES: dict[str, Series] = {
     "tidegate_prompt_tokens_new_total": Series("counter", "Prompt tokens that had to be tokenised"),
     "tidegate_output_tokens_total": Series("counter", "Sampled tokens of completed calls"),
     "tidegate_false_forks_total": Series("counter", "Calls that extended no stored call although their history did"),
-    "tidegate_groups_settled_total": Series("counter", "Groups by what became of them: ready, or why lost", ("reason",)),
+    "tidegate_groups_settled_total": Series("counter", "Settled groups: ready, or why they are lost", ("reason",)),
     "tidegate_left_out_tokens_total": Series("counter", "Trainable tokens that the limit on trajectories left out"),
     "tidegate_store_commit_seconds": Series("histogram", "Commit of the trajectory store, seconds", (), _SECONDS),
     "tidegate_store_operations_total": Series("counter", "Operations committed by the trajectory store"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -61,7 +62,7 @@ from services.scheduler.events import (
 from services.scheduler.performer import Recovered
 from services.scheduler.types import ReadyGroup
 from services.trainer.commands import MarkBest as MarkOnRanks
-from services.trainer.commands import Publish
+from services.trainer.commands import MicroStepAt, Publish
 from services.trainer.commands import SaveCheckpoint as SaveOnRanks
 from services.trainer.step import Listener, Portion
 from services.trainer.team import TrainingTeam
@@ -188,7 +189,10 @@ class ClusterPerformer:
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     def _shard(self, group_id: str) -> Any:
-        return self._shards[shard_of(RunId(f"{group_id}-r0"), len(self._shards))]
+        return self._shards[self._shard_index(group_id)]
+
+    def _shard_index(self, group_id: str) -> int:
+        return shard_of(RunId(f"{group_id}-r0"), len(self._shards))
 
     async def _open_group(self, action: OpenGroup) -> None:
         self._specs[action.spec.group_id] = action.spec
@@ -329,11 +333,16 @@ class ClusterPerformer:
         return TrainingTeam(
             make_cell_id(0),
             {cell_id: self._find_actor(mailbox_actor(job_id, cell_id)) for cell_id in training_cells(self._config)},
-            lambda group_id: _of_shard(self._shard(group_id).micro_steps.remote(group_id)),
+            self._micro_steps_of,
             num_ranks=trainer.num_workers,
             timeout_s=trainer.step_timeout_s,
             lost=self._on_training_side_lost,
         )
+
+    async def _micro_steps_of(self, group_id: str) -> list[MicroStepAt]:
+        num_micro_steps: int = await _of_shard(self._shard(group_id).num_micro_steps.remote(group_id))
+        name = shard_actor(self._at.job_id, self._shard_index(group_id))
+        return [MicroStepAt(name, group_id, index) for index in range(num_micro_steps)]
 
     def _on_training_side_lost(self, cell_id: str, reason: str) -> None:
         task = asyncio.ensure_future(self._serve_only(cell_id, reason, self._emit))
@@ -384,6 +393,9 @@ class ClusterPerformer:
         command = SaveOnRanks(action.step, action.resume.version, action.export, action.kept_steps)
         checkpoint = await self._mailbox.submit.remote(command)
         write_commit(self._folder, Commit(Path(checkpoint).name, action.resume))
+        for shard in self._shards:
+            with contextlib.suppress(RayError, TidegateError):  # the next checkpoint tells it again
+                await _of_shard(shard.note_checkpoint.remote(action.step))
         emit(CheckpointSaved(action.step))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import uuid
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from services.trainer.commands import (
     Accumulate,
     GradientSum,
     Load,
+    MicroStepAt,
     Order,
     Stop,
     TrainStep,
@@ -32,6 +34,7 @@ from services.trainer.types import MicroStep
 
 _log = logging.getLogger(__name__)
 
+_RETRY_S = 1.0
 _FETCH_TIMEOUT_S = 600.0
 """For one object; the deadline of the command comes first where it is shorter."""
 
@@ -139,7 +142,7 @@ def _micro_steps(order: Order) -> list[MicroStep]:
             claimed = [command.micro_steps[index].data for index in order.claims]
         case _:
             return []
-    return [_fetch(item) for item in claimed]
+    return [fetch_micro_step(item) if isinstance(item, MicroStepAt) else _fetch(item) for item in claimed]
 
 
 def _arrays(order: Order, rank: int) -> Arrays | None:
@@ -157,6 +160,30 @@ def _arrays(order: Order, rank: int) -> Arrays | None:
         _log.warning("what another cell gave for %s is gone: %s", type(order.command).__name__, error)
         return None
     return arrays
+
+
+def fetch_micro_step(place: MicroStepAt) -> MicroStep:
+    """Have a micro-step from its shard. What a shard gave out before it died is gone with it, so it is asked again.
+
+    Raises:
+        TrainingError: the shard gave nothing in time.
+    """
+    deadline_s = time.monotonic() + _FETCH_TIMEOUT_S
+    while True:
+        try:
+            shard = ray.get_actor(place.shard, namespace=RAY_NAMESPACE)
+            reference = ray.get(shard.micro_step.remote(place.group_id, place.index), timeout=_FETCH_TIMEOUT_S)
+            micro_step: MicroStep = _fetch(reference)
+        except (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError, ValueError) as error:
+            if time.monotonic() > deadline_s:
+                raise TrainingError(
+                    f"{place.shard} gave no micro-step of {place.group_id} in {_FETCH_TIMEOUT_S:g} s ({error}).",
+                    "See the shard's log.",
+                ) from error
+            _log.warning("a micro-step of %s is asked for again: %s", place.group_id, type(error).__name__)
+            time.sleep(_RETRY_S)
+            continue
+        return micro_step
 
 
 def _fetch(item: Any) -> Any:

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroStepAt:
+    """Where a rank finds a micro-step: it asks the shard, which makes it anew if it was restarted meanwhile."""
+
+    shard: str
+    """Name of the shard's actor."""
+    group_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class MicroStepRef:
     """A micro-step as commands carry it. Equal ones have the same key, wherever their data lies."""
 

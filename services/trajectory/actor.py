@@ -30,7 +30,7 @@ from services.rollout.types import RunResult, Sampling
 from services.trajectory.config import TrajectoryConfig
 from services.trajectory.groups import LiveGroup, LiveRun, new_group, stored_group
 from services.trajectory.live import AttemptLog, Matched
-from services.trajectory.microstep import build_micro_steps
+from services.trajectory.microstep import build_micro_step, cut_group
 from services.trajectory.outcome import Outcome
 from services.trajectory.records import check_record, holding_sampling
 from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
@@ -191,20 +191,35 @@ class TrajectoryShard:
         async with group.lock:
             return group.result or await self._settle(group)
 
-    async def micro_steps(self, group_id: str) -> list[Any]:
-        """The micro-steps of a ready group, the same ones each time; as ``as_ref`` makes them.
+    async def num_micro_steps(self, group_id: str) -> int:
+        """How many micro-steps a ready group is cut into."""
+        return len((await self._pieces(group_id)).pieces)
 
-        They are answered again when the group was trained already: whoever asks may not have heard of it.
+    async def micro_step(self, group_id: str, index: int) -> Any:
+        """One micro-step of a ready group, the same one each time; as ``as_ref`` makes it.
+
+        It is answered again when the group was trained already: whoever asks may not have heard of it.
         """
+        group = await self._pieces(group_id)
+        async with group.lock:
+            if index not in group.given:
+                name, piece = f"{group_id}-m{index}", group.pieces[index]
+                step = await asyncio.to_thread(build_micro_step, name, group_id, piece)
+                group.given[index] = step if self._as_ref is None else self._as_ref(step)
+        return group.given[index]
+
+    async def _pieces(self, group_id: str) -> LiveGroup:
+        """A ready group, cut. ``NotFoundError`` for any other."""
         group = self._groups.get(group_id) or await self._trained_group(group_id)
         if group is None or group.result is None or not group.result.ready:
             raise NotFoundError(f"group {group_id} is not ready to be trained.", "See the answer of finish_group.")
         async with group.lock:
-            if group.scored is None:  # it was settled by a shard that is gone; selection comes out the same
-                group.scored = (await self._settlement(group, drop_equal_rewards=False)).runs
-        limit = self._config.micro_step_tokens
-        steps = await asyncio.to_thread(build_micro_steps, group_id, group.scored, limit)
-        return [step if self._as_ref is None else self._as_ref(step) for step in steps]
+            if not group.pieces:
+                if group.scored is None:  # it was settled by a shard that is gone; selection comes out the same
+                    group.scored = (await self._settlement(group, drop_equal_rewards=False)).runs
+                limit = self._config.micro_step_tokens
+                group.pieces = await asyncio.to_thread(cut_group, group.scored, limit)
+        return group
 
     async def _trained_group(self, group_id: str) -> LiveGroup | None:
         stored = await asyncio.to_thread(self._store.trained_group, group_id)

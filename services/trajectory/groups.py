@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.common.errors import InvariantError
 from services.rollout.types import RunResult
@@ -59,6 +60,10 @@ class LiveGroup:
     """None while it is not settled."""
     scored: tuple[ScoredRun, ...] | None = None
     """What a ready group is trained with. None: not settled, or settled by a shard that is gone."""
+    pieces: Sequence[Sequence[ScoredRun]] = ()
+    """Of a ready group: the runs of each of its micro-steps. Empty: not cut yet."""
+    given: dict[int, Any] = field(default_factory=dict)
+    """The micro-steps that were asked for, as they were given."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

@@ -87,6 +87,7 @@ class World:
             close_attempt=Method(None),
             finish_run=Method(Outcome.FINISHED),
             attempt_result=Method(FINISHED),
+            note_checkpoint=Method(None),
         )
         self.runner = Actor(
             run=Method(FINISHED),

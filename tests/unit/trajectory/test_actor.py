@@ -14,6 +14,7 @@ import pytest
 from services.common.errors import AccessError, ContextLengthError, InvariantError, NotFoundError, TurnLimitError
 from services.common.types import VersionSpan
 from services.rollout.types import Sampling
+from services.trainer.types import MicroStep
 from services.trajectory.actor import TrajectoryShard
 from services.trajectory.config import TrajectoryConfig
 from services.trajectory.outcome import Outcome
@@ -59,6 +60,10 @@ async def started(shard: TrajectoryShard, num_runs: int = 2, **spec: Any) -> str
     """A group with its first run started; the run's key."""
     await shard.open_group(make_spec(num_runs=num_runs, **spec))
     return await shard.open_attempt(RUN, 0)
+
+
+async def micro_steps(shard: TrajectoryShard, group_id: str) -> list[MicroStep]:
+    return [await shard.micro_step(group_id, index) for index in range(await shard.num_micro_steps(group_id))]
 
 
 async def test_a_continued_conversation_is_built_on_the_sampled_ids(opened: OpenShard) -> None:
@@ -201,10 +206,10 @@ async def test_all_that_is_said_of_a_group_may_be_said_twice(opened: OpenShard) 
         await shard.finish_run(make_result(run_id, reward))
     first = await shard.finish_group(spec.group_id)
     assert await shard.finish_group(spec.group_id) == first
-    steps = await shard.micro_steps(spec.group_id)
+    steps = await micro_steps(shard, spec.group_id)
     for _ in range(2):
         await shard.mark_trained([spec.group_id], step=1)
-        again = await shard.micro_steps(spec.group_id)
+        again = await micro_steps(shard, spec.group_id)
         assert [step.runs for step in again] == [step.runs for step in steps]
     assert await shard.finish_group(spec.group_id) == first
     other = make_spec(1)
@@ -398,7 +403,7 @@ async def test_a_retried_request_drops_the_answer_that_nobody_saw(opened: OpenSh
     await shard.finish_run(make_result(RUN, 1.0))
     await run_to_end(shard, "g000000-r1", 0.0)
     assert (await shard.finish_group("g000000")).ready
-    (micro_step,) = await shard.micro_steps("g000000")
+    (micro_step,) = await micro_steps(shard, "g000000")
     targets = [chr(one) for node in micro_step.nodes for one in node.token_ids[node.target_mask] if one != END]
     assert "lost" not in "".join(targets)
     assert "seen" in "".join(targets)
@@ -424,7 +429,7 @@ async def test_a_complete_group_becomes_ready_with_its_micro_steps(opened: OpenS
     assert (result.ready, result.num_runs, result.num_counted, result.rewards) == (True, 2, 2, (1.0, 0.0))
     assert result.version_min == 3
     assert await shard.finish_group("g000000") == result
-    (micro_step,) = await shard.micro_steps("g000000")
+    (micro_step,) = await micro_steps(shard, "g000000")
     assert (micro_step.num_targets, micro_step.num_tokens) == (result.num_targets, result.num_tokens)
     assert micro_step.nodes[0].run == -1
     assert "".join(map(chr, micro_step.nodes[0].token_ids[1:6])) == "do it"
@@ -454,7 +459,7 @@ async def test_a_group_that_cannot_be_trained_is_lost_with_a_reason(
     assert reason in result.reason
     assert await shard.finish_group(spec.group_id) == result
     with pytest.raises(NotFoundError):
-        await shard.micro_steps(spec.group_id)
+        await micro_steps(shard, spec.group_id)
 
 
 async def test_equal_rewards_are_kept_where_the_job_wants_it(opened: OpenShard) -> None:
@@ -463,7 +468,7 @@ async def test_equal_rewards_are_kept_where_the_job_wants_it(opened: OpenShard) 
     for run_id in make_spec().run_ids:
         await run_to_end(shard, run_id, 1.0)
     assert (await shard.finish_group("g000000")).ready
-    assert [run.advantage for run in (await shard.micro_steps("g000000"))[0].runs] == [0.0, 0.0]
+    assert [run.advantage for run in (await micro_steps(shard, "g000000"))[0].runs] == [0.0, 0.0]
 
 
 async def test_a_run_that_never_started_counts_as_what_it_is(opened: OpenShard) -> None:
@@ -488,13 +493,13 @@ async def ready_group(shard: TrajectoryShard, index: int) -> str:
 async def test_the_checkpoint_wins_over_the_store_on_recovery(opened: OpenShard) -> None:
     shard = opened()
     ids = [await ready_group(shard, index) for index in range(3)]
-    before = await shard.micro_steps(ids[1])
+    before = await micro_steps(shard, ids[1])
     await shard.mark_trained([ids[0]], step=1)
     await shard.mark_trained([ids[1]], step=2)
     shard = await reopened(opened, shard)
     results = await shard.recover(trained_step=1)
     assert [one.group_id for one in results] == [ids[1], ids[2]]
-    after = await shard.micro_steps(ids[1])
+    after = await micro_steps(shard, ids[1])
     assert [node.token_ids.tolist() for node in after[0].nodes] == [node.token_ids.tolist() for node in before[0].nodes]
     assert after[0].runs == before[0].runs
 
