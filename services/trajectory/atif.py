@@ -38,6 +38,9 @@ def atif_documents(
     """A run as documents by file name: ``RUN.json``, ``RUN.cont-1.json`` and so on; none for a run without calls."""
     trajectories = [one for one in trajectories_of(run) if one.is_selected or not selected_only]
     main = [one for one in trajectories if one.role == CallRole.MAIN]
+    main.sort(
+        key=lambda one: run.fates[one.calls[-1].record.call_id] == Fate.SUPERSEDED
+    )  # what a retry left comes last
     others = [one for one in trajectories if one.role != CallRole.MAIN]
     if not main:
         main, others = others[:1], others[1:]

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import numpy as np
 
-from services.common.errors import TidegateError
 from services.common.grpc import DEFAULT_DEADLINE_S, channel, error_from_status
 from services.common.types import VersionSpan
 from services.pb import trajectory_pb2, trajectory_pb2_grpc
@@ -98,13 +97,16 @@ class TrajectoryClient:
         """The calls of an attempt (None: the newest), parents before their children."""
         request = trajectory_pb2.StreamCallsRequest(job_id=self.job_id, run_id=run_id, attempt=attempt)
         known: dict[str, CallRow] = {}
+        stream = self._stub.StreamCalls(request, timeout=STREAM_DEADLINE_S)
         try:
-            async for message in self._stub.StreamCalls(request, timeout=STREAM_DEADLINE_S):
+            async for message in stream:
                 row = call_from_pb(message, known)
                 known[row.record.call_id] = row
                 yield row
         except grpc.RpcError as error:
-            raise _error(error) from error
+            raise error_from_status(error) from error
+        finally:
+            stream.cancel()  # one that is not read to its end would hold its place at the server
 
     async def tree(self, run_id: str, attempt: int | None = None) -> RunShape:
         """The shape of a run without its tokens."""
@@ -126,11 +128,7 @@ async def _call(call: Any) -> Any:
     try:
         return await call
     except grpc.RpcError as error:
-        raise _error(error) from error
-
-
-def _error(error: grpc.RpcError) -> TidegateError:
-    return error_from_status(error)
+        raise error_from_status(error) from error
 
 
 def summary_from_pb(run: trajectory_pb2.RunSummary) -> RunSummary:

@@ -144,7 +144,7 @@ def _refuse_known(file: Path, into: Path, groups: dict[str, _Group]) -> None:
     if known:
         raise ConfigError(
             f"{file}: {into} has the group {known[0]} already"
-            + (f", and {len(known) - 1} others." if len(known) > 1 else "."),
+            + (f", and {len(known) - 1} more." if known[1:] else "."),
             "Nothing was imported. Import it into another folder.",
         )
 

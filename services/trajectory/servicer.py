@@ -88,14 +88,12 @@ class TrajectoryServicer(trajectory_pb2_grpc.TrajectoryServiceServicer):
             said = f"{MAX_STREAMS} streams of calls are being read already; try again when one has ended"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
         self._num_streams += 1
-        try:
-            _, rows = await self._read(lambda source: source.read_calls(request.run_id, _attempt(request)))
-            for batch in _batches(rows):
-                # a message is taken when the client has room for it, so a slow one slows down only itself
-                for message in await self._in_thread(functools.partial(_calls_to_pb, batch)):
-                    yield message
-        finally:
-            self._num_streams -= 1
+        context.add_done_callback(self._note_end)
+        _, rows = await self._read(lambda source: source.read_calls(request.run_id, _attempt(request)))
+        for batch in _batches(rows):
+            # a message is taken when the client has room for it, so a slow one slows down only itself
+            for message in await self._in_thread(functools.partial(_calls_to_pb, batch)):
+                yield message
 
     @errors_as_status
     async def GetTree(self, request: Any, context: Any) -> trajectory_pb2.GetTreeResponse:  # noqa: N802
@@ -106,6 +104,9 @@ class TrajectoryServicer(trajectory_pb2_grpc.TrajectoryServiceServicer):
             return tree_to_pb(summary, calls_of_run(rows, selection_for(summary, rows)))
 
         return await self._read(read)
+
+    def _note_end(self, context: Any) -> None:
+        self._num_streams -= 1
 
     def _check(self, request: Any) -> None:
         self._check_job(request.job_id)

@@ -15,6 +15,9 @@ from services.trajectory.types import CallRecord, CallRole, RunSelection
 from tests.unit.trajectory.trees import make_call, tree_calls, unhurried
 
 
+TASK = {"role": "user", "content": "do it", "reasoning": "", "tool_calls": [], "tool_call_id": ""}
+
+
 def rows_for(calls: Sequence[Call]) -> list[CallRow]:
     """Calls as a store gives them."""
     ends: dict[str, int] = {}
@@ -27,7 +30,7 @@ def rows_for(calls: Sequence[Call]) -> list[CallRow]:
             run_id="g000000-r0",
             attempt=0,
             parent_call_id=call.parent_call_id,
-            request={"messages": [{"role": "user", "content": "do it"}], "tools": []},
+            request={"messages": [TASK], "tools": []},
             prompt_ids=np.empty(0, dtype=np.int32),
             output_ids=call.output_ids,
             logprobs=call.logprobs,
