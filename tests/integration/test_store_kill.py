@@ -85,7 +85,7 @@ def test_kill_9_at_any_moment_loses_nothing_that_was_durable(place: Place) -> No
         process.start()
         sender.close()
         assert process.pid is not None
-        of_this_one = told_before_it_died(receiver, moments.randrange(1, 150), process.pid)
+        of_this_one = told_before_it_died(receiver, moments.randrange(1, 90), process.pid)
         process.join()
         receiver.close()
         assert process.exitcode == -signal.SIGKILL

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -64,25 +65,50 @@ def test_operations_before_a_lost_connection_are_run_again(place: Place, postgre
     assert stored_ids(place) == [f"{RUN}-a0-c0", f"{RUN}-a0-c1"]
 
 
-def test_a_commit_that_is_lost_is_reported_and_what_follows_goes_on(place: Place, postgres: PostgresServer) -> None:
+def lose_commit(store: Store, server: PostgresServer, *, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the next commit's connection broken, before the server commits or before it can say so."""
+    commit = store._engine.dialect.do_commit
+    backend = backend_of(store)
+
+    def lose(connection: Any) -> None:
+        monkeypatch.undo()
+        if not before:
+            commit(connection)
+        server.execute(f"SELECT pg_terminate_backend({backend}, 5000)")
+        connection.execute("SELECT 1")  # meets the broken connection
+
+    monkeypatch.setattr(store._engine.dialect, "do_commit", lose)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_database_is_asked_what_became_of_a_commit(
+    place: Place, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
     store = place.open()
     store.open_group(make_spec())
-    backend = backend_of(store)
-    gate = threading.Event()
-    first = store.submit(lambda: gate.wait(10))
-    lost = store.submit(store.append_call, make_row(0))
+    for index in range(0, 6, 2):
+        lose_commit(store, postgres, before=before, monkeypatch=monkeypatch)
+        gate = threading.Event()
+        first = store.submit(lambda gate=gate: gate.wait(10))
+        futures = [store.submit(store.append_call, make_row(number)) for number in (index, index + 1)]
+        gate.set()
+        assert [first.result(30), *(future.result(30) for future in futures)] == [True] * 3
+        assert store.append_call(make_row(index)) is False
+    assert stored_ids(place) == [f"{RUN}-a0-c{index}" for index in range(6)]
 
-    def lose(connection: sa.Connection) -> None:
-        sa.event.remove(store._engine, "commit", lose)
-        postgres.execute(f"SELECT pg_terminate_backend({backend}, 5000)")
 
-    sa.event.listen(store._engine, "commit", lose)
-    gate.set()
-    assert isinstance(first.exception(30), MachineError)
-    failure = lost.exception(30)
-    assert isinstance(failure, MachineError)
-    assert "may be stored or not" in failure.hint
-    assert store.append_call(make_row(0))  # here it was not
+def test_a_commit_of_which_nobody_knows_fails(
+    place: Place, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = place.open()
+    store.open_group(make_spec())
+    lose_commit(store, postgres, before=True, monkeypatch=monkeypatch)
+    with pytest.MonkeyPatch.context() as forgetful:
+        forgetful.setattr("services.trajectory.store.group_commit.is_committed", lambda connection, name: None)
+        with pytest.raises(MachineError) as caught:
+            store.append_call(make_row(0))
+    assert "does not know" in caught.value.hint
+    assert store.append_call(make_row(0))  # here it was not stored
     assert stored_ids(place) == [f"{RUN}-a0-c0"]
 
 

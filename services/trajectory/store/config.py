@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class RetentionConfig(BaseModel):
@@ -32,3 +32,17 @@ class StoreConfig(BaseModel):
     """A database that went away is waited for so long before what is being written fails."""
     retention: RetentionConfig = Field(default_factory=RetentionConfig)
     """When calls are deleted."""
+
+    @field_validator("url")
+    @classmethod
+    def _names_a_database(cls, url: str) -> str:
+        if url and not url.startswith(("sqlite:///", "postgresql://", "postgres://", "postgresql+psycopg://")):
+            raise ValueError("give sqlite:///FOLDER or postgresql://USER@HOST/DATABASE")
+        return url
+
+    @field_validator("blob_url")
+    @classmethod
+    def _names_a_place(cls, url: str) -> str:
+        if url and not url.startswith(("file:///", "s3://")):
+            raise ValueError("give file:///FOLDER or s3://BUCKET/PREFIX")
+        return url

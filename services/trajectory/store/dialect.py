@@ -152,6 +152,26 @@ def _lock_key(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
 
 
+def transaction_name(connection: sa.Connection) -> str | None:
+    """What ``is_committed`` knows the transaction by; None if it wrote nothing, and in SQLite."""
+    if connection.dialect.name == "sqlite":
+        return None
+    name = connection.execute(sa.text("SELECT pg_current_xact_id_if_assigned()")).scalar()
+    return None if name is None else str(name)
+
+
+def is_committed(connection: sa.Connection, transaction: str) -> bool | None:
+    """Whether a transaction of a connection that was lost was committed; None if the database does not know."""
+    query = sa.text("SELECT pg_xact_status(CAST(:name AS xid8))")
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        with connection.begin():
+            status = connection.execute(query, {"name": transaction}).scalar()
+        if status != "in progress" or time.monotonic() > deadline_s:
+            return {"committed": True, "aborted": False}.get(status or "")
+        time.sleep(_POLL_S)
+
+
 # -- connections that went away --
 
 

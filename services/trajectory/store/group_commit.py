@@ -4,13 +4,14 @@ One thread takes operations from a queue and runs them in a transaction. It comm
 and at the latest after the interval; meanwhile the next operations gather. So a single operation waits for nobody, and
 many share one flush of the disk. Futures are resolved when the commit that holds their operation is durable.
 
-An operation's own error undoes that operation only. Where a connection breaks before its commit, nothing was
-committed: the operations are run once more on a new one. Where it breaks in the commit itself nobody can know, so all
-of them fail.
+An operation's own error undoes that operation only. Where a connection breaks before the commit was asked for, nothing
+was committed: the operations are run once more on a new connection. Where it breaks in the commit itself, the database
+is asked what became of it; only if it does not know do the operations fail.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -22,7 +23,9 @@ from typing import Any, Generic, TypeVar
 import sqlalchemy as sa
 
 from services.common.errors import MachineError
-from services.trajectory.store.dialect import ends_transaction, first_line
+from services.trajectory.store.dialect import ends_transaction, first_line, is_committed, transaction_name
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -39,6 +42,11 @@ class _Operation(Generic[_T]):
 
 class _BrokenError(Exception):
     """The transaction cannot go on."""
+
+    def __init__(self, transaction: str | None = None) -> None:
+        super().__init__(transaction)
+        self.transaction = transaction
+        """Its name, if it may have been committed."""
 
 
 class GroupCommit:
@@ -122,19 +130,48 @@ class GroupCommit:
         if first.future.set_running_or_notify_cancel():
             batch.append(first)
         for is_last_try in (False, True):
-            if self._connection is None:
-                self._connection = self._opened(batch)
             try:
-                with self._connection.begin() as transaction:
-                    self._fill(batch, started_s + self._interval_s)
-                    transaction.commit()
+                self._transact(batch, started_s + self._interval_s)
             except _BrokenError as error:
                 self._drop_connection()
+                if error.transaction is not None:
+                    is_committed = self._is_committed(error.transaction, batch)
+                    if is_committed:
+                        break
+                    if is_committed is None:
+                        raise _failure(error.__cause__ or error, _UNKNOWN) from error.__cause__
                 if is_last_try:
                     raise error.__cause__ or error from None
             else:
-                self._on_commit(time.monotonic() - started_s, len(batch))
-                return
+                break
+        try:
+            self._on_commit(time.monotonic() - started_s, len(batch))
+        except Exception:
+            logger.exception("a commit could not be counted")
+
+    def _transact(self, batch: list[_Operation[Any]], deadline_s: float) -> None:
+        """One transaction. ``_BrokenError`` if it was lost."""
+        connection = self._connection = self._connection or self._opened(batch)
+        with connection.begin() as transaction:
+            self._fill(batch, deadline_s)
+            try:
+                name = transaction_name(connection)
+            except sa.exc.DBAPIError as error:
+                raise _BrokenError from error
+            try:
+                transaction.commit()
+            except sa.exc.DBAPIError as error:
+                if name is None:
+                    raise
+                raise _BrokenError(name) from error
+
+    def _is_committed(self, transaction: str, batch: list[_Operation[Any]]) -> bool | None:
+        self._connection = self._opened(batch)
+        try:
+            return is_committed(self._connection, transaction)
+        except sa.exc.DBAPIError:
+            self._drop_connection()
+            return None
 
     def _opened(self, batch: list[_Operation[Any]]) -> sa.Connection:
         try:
@@ -178,7 +215,7 @@ class GroupCommit:
                 is_broken = True
             if is_broken:
                 raise _BrokenError from error
-            operation.error = error
+            operation.error = _failure(error) if isinstance(error, sa.exc.DBAPIError) else error
         finally:
             self._current = None
 
@@ -201,10 +238,11 @@ def _resolve(batch: list[_Operation[Any]]) -> None:
         operation.future.set_result(operation.value)
 
 
-def _failure(error: BaseException) -> MachineError:
-    failure = MachineError(
-        f"the store could not be written ({first_line(error)}).",
-        "See that its disk has room and its database runs. What was being written may be stored or not.",
-    )
+_UNSTORED = "See that its disk has room and its database runs. Nothing of this was stored."
+_UNKNOWN = "See that its database runs. It does not know whether this was stored: look before it is written again."
+
+
+def _failure(error: BaseException, hint: str = _UNSTORED) -> MachineError:
+    failure = MachineError(f"the store could not be written ({first_line(error)}).", hint)
     failure.__cause__ = error
     return failure

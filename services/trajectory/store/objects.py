@@ -27,6 +27,10 @@ _PARTIAL = ".partial-"
 _LEAVES = {name: f"{name}.list.element" for name in ("prompt", "output", "logprobs")}
 
 
+class ObjectGoneError(NotFoundError):
+    """An object that an attempt refers to is not there."""
+
+
 class ObjectStore:
     """Objects below one root. pyarrow is loaded with the first one."""
 
@@ -64,7 +68,7 @@ class ObjectStore:
             raise _away(ref, error) from error
 
     def read(self, ref: str) -> bytes:
-        """``NotFoundError`` if there is no such object, ``MachineError`` if it cannot be reached."""
+        """``ObjectGoneError`` if there is no such object, ``MachineError`` if it cannot be reached."""
         path = self._local(ref)
         try:
             if path is not None:
@@ -73,7 +77,7 @@ class ObjectStore:
             with filesystem.open_input_file(where) as stream:
                 return bytes(stream.read())
         except FileNotFoundError as error:
-            raise NotFoundError(f"the calls' object {ref} is gone.", "It was deleted by hand, or moved.") from error
+            raise ObjectGoneError(f"the calls' object {ref} is gone.", "It was deleted by hand, or moved.") from error
         except OSError as error:
             raise _away(ref, error) from error
 

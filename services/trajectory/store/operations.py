@@ -159,11 +159,17 @@ def clear_marks_above(db: sa.Connection, scope: Scope, step: int) -> None:
 
 
 def append_call(db: sa.Connection, scope: Scope, row: CallRow) -> bool:
-    """Store a call. False, and nothing changed, if a call of this id is stored already."""
+    """Store a call. False, and nothing changed, if a call of this id is stored already.
+
+    ``NotFoundError`` for a run of no known group.
+    """
     columns = {"job_id": scope.job_id, **columns_of(row)}
     insert = upsert(db, calls).on_conflict_do_nothing(index_elements=["job_id", "call_id"]).returning(calls.c.seq)
-    if db.scalar(insert, columns) is None:
-        return False
+    try:
+        if db.scalar(insert, columns) is None:
+            return False
+    except sa.exc.IntegrityError as error:
+        raise NotFoundError(f"no run {columns['run_id']} in the store.", "Open its group first.") from error
     count = {
         "of_job": scope.job_id,
         "of_run": columns["run_id"],

@@ -17,7 +17,7 @@ from services.trajectory.encoding import CallRow, run_result, with_prompts
 from services.trajectory.store import reading
 from services.trajectory.store.dialect import connect, postgres_engine, postgres_url, sqlite_engine
 from services.trajectory.store.migrate import check_readable
-from services.trajectory.store.objects import FOLDER, ObjectStore
+from services.trajectory.store.objects import FOLDER, ObjectGoneError, ObjectStore
 from services.trajectory.store.schema import groups
 from services.trajectory.store.types import GroupState, RunFilter, Scope, StoredGroup
 from services.trajectory.store.writer import LOCATION_FILE, folder_of
@@ -67,6 +67,12 @@ class StoreReader:
 
     def read_calls(self, run_id: str, attempt: int | None = None) -> tuple[RunSummary, list[CallRow]]:
         """As ``read_run``, but of each call's prompt only what is new in it: O(unique tokens) of memory."""
+        try:
+            return self._rows(run_id, attempt)
+        except ObjectGoneError:  # retention may have deleted it behind this view's back: the next one knows
+            return self._rows(run_id, attempt)
+
+    def _rows(self, run_id: str, attempt: int | None) -> tuple[RunSummary, list[CallRow]]:
         with self._view_of(run_id) as (db, summary):
             wanted = summary.attempt if attempt is None else attempt
             return summary, reading.calls_of(db, self._scope, self._objects, run_id, wanted)

@@ -109,6 +109,23 @@ def test_the_summary_of_a_run_stays_and_says_what_is_gone(place: Place) -> None:
     assert result.outcome is Outcome.FINISHED
 
 
+def test_calls_that_are_deleted_while_they_are_read_are_said_to_be_deleted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(place, EVERYTHING)
+    reader = place.reader()
+    read = reader._objects.read
+
+    def read_late(ref: str) -> bytes:
+        store.prune(time.time(), durable_step=2)
+        wait_until(lambda: ref not in store.objects.refs(), 20)
+        return read(ref)
+
+    monkeypatch.setattr(reader._objects, "read", read_late)
+    with pytest.raises(NotFoundError, match="were deleted on 20"):
+        reader.read_run("g000000-r0")
+
+
 def test_a_dry_run_says_the_same_and_deletes_nothing(place: Place) -> None:
     store = filled(place, EVERYTHING)
     dry = store.prune(time.time(), durable_step=3, is_dry=True)
