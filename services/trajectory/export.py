@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,22 +128,21 @@ class TrajectoryRow:
 
 def rows_of_run(
     job_id: str, summary: RunSummary, run: RunCalls, group: GroupFacts, *, selected_only: bool = False
-) -> list[TrajectoryRow]:
-    """The rows of a run. One without any call is one row without tokens, so that its outcome is not lost.
+) -> Iterator[TrajectoryRow]:
+    """The rows of a run, one by one: flattened, a branching run may be many times as large.
 
-    A target that lies on several selected paths is masked in the first of them.
+    One without any call is one row without tokens, so that its outcome is not lost. A target that lies on several
+    selected paths is masked in the first of them.
     """
     given: set[str] = set()
     trajectories = trajectories_of(run)
-    rows = []
     for one in trajectories:
         targets = _targets(one, run.selection) - given
         given |= targets
         if one.is_selected or not selected_only:
-            rows.append(_row(job_id, summary, run, group, one, len(trajectories), targets))
+            yield _row(job_id, summary, run, group, one, len(trajectories), targets)
     if not trajectories and not selected_only:
-        rows.append(_row(job_id, summary, run, group, None, 0, set()))
-    return rows
+        yield _row(job_id, summary, run, group, None, 0, set())
 
 
 def _targets(trajectory: Trajectory, selection: RunSelection | None) -> set[str]:

@@ -79,11 +79,11 @@ def _taker(
     writer: RowWriter = JsonlWriter(part) if kind is Format.JSONL else ParquetWriter(part)
 
     def write_rows(summary: RunSummary, run: RunCalls, group: GroupFacts) -> None:
-        rows = rows_of_run(job_id, summary, run, group, selected_only=filters.selected_only)
-        writer.write(rows)
-        report.num_trajectories += sum(1 for row in rows if row.calls)
-        report.num_tokens += sum(len(row.token_ids) for row in rows)
-        report.num_targets += sum(int(row.target_mask.sum()) for row in rows)
+        for row in rows_of_run(job_id, summary, run, group, selected_only=filters.selected_only):
+            writer.write([row])
+            report.num_trajectories += bool(row.calls)
+            report.num_tokens += len(row.token_ids)
+            report.num_targets += int(row.target_mask.sum())
 
     return write_rows, writer.close
 

@@ -21,7 +21,7 @@ from typing import Any
 from services.common.errors import ConfigError, MachineError, NotFoundError
 from services.trajectory.export import GroupFacts, TrajectoryRow
 from services.trajectory.files import read_rows, wrong
-from services.trajectory.rebuild import RebuiltRun, rebuild_run
+from services.trajectory.rebuild import RebuiltRun, RunBuilder
 from services.trajectory.rows import RunCheck
 from services.trajectory.source import StoreSource
 from services.trajectory.store import GroupState, RunFilter, Store, StoreConfig
@@ -81,47 +81,52 @@ def import_file(
 
 def _check(file: Path, report: ImportReport, on_progress: Callable[[str, int], None]) -> dict[str, _Group]:
     groups: dict[str, _Group] = {}
-    seen: set[str] = set()
     job_ids: dict[str, None] = {}
-    for places, rows in _runs(file):
-        first = rows[0]
-        check = RunCheck()
-        for place, row in zip(places, rows, strict=True):
+    seen: set[str] = set()
+    check = RunCheck()
+    place = ""
+    for next_place, row in read_rows(file):
+        if check.first is None or check.first.run_id != row.run_id:
             with _at(place):
-                if first.run_id in seen:
-                    raise ConfigError(f"run {first.run_id} stands apart from its other rows.")
-                check.take(row)
-        with _at(places[-1]):
-            check.end()
-            seen.add(first.run_id)
-            _add_run(groups, first)
-        job_ids[first.job_id] = None
-        report.num_runs += 1
-        report.num_trajectories += sum(1 for row in rows if row.calls)
-        on_progress("checked", report.num_runs)
+                check.end()
+            with _at(next_place):
+                _add_run(groups, row, seen)
+            check = RunCheck()
+            job_ids[row.job_id] = None
+            report.num_runs += 1
+            on_progress("checked", report.num_runs)
+        place = next_place
+        with _at(place):
+            check.take(row)
+        report.num_trajectories += bool(row.calls)
+    with _at(place):
+        check.end()
     report.num_groups, report.job_ids = len(groups), list(job_ids)
     return groups
 
 
-def _add_run(groups: dict[str, _Group], row: TrajectoryRow) -> None:
+def _add_run(groups: dict[str, _Group], row: TrajectoryRow, seen: set[str]) -> None:
+    if row.run_id in seen:
+        raise ConfigError(f"run {row.run_id} stands apart from its other rows.")
+    seen.add(row.run_id)
     group = groups.setdefault(row.group_id, _Group(row.group, row.task_name, row.is_eval))
     if (row.group, row.task_name, row.is_eval) != (group.facts, group.task_name, group.is_eval):
         raise ConfigError(f"group {row.group_id} is described in another way than before.")
     group.run_ids.append(row.run_id)
 
 
-def _runs(file: Path) -> Iterator[tuple[list[str], list[TrajectoryRow]]]:
-    """The rows of each run with their places."""
-    places: list[str] = []
-    rows: list[TrajectoryRow] = []
-    for place, row in read_rows(file):
-        if rows and rows[0].run_id != row.run_id:
-            yield places, rows
-            places, rows = [], []
-        places.append(place)
-        rows.append(row)
-    if rows:
-        yield places, rows
+def _runs(file: Path) -> Iterator[tuple[TrajectoryRow, RebuiltRun]]:
+    """Each run with its first row. Of its rows only what is new in each is in memory."""
+    first: TrajectoryRow | None = None
+    builder: RunBuilder | None = None
+    for _, row in read_rows(file):
+        if first is None or builder is None or first.run_id != row.run_id:
+            if first is not None and builder is not None:
+                yield first, builder.run()
+            first, builder = row, RunBuilder(row)
+        builder.take(row)
+    if first is not None and builder is not None:
+        yield first, builder.run()
 
 
 @contextlib.contextmanager
@@ -209,10 +214,9 @@ def _write(
         version = group.facts.version or 0
         spec = GroupSpec(group_id, group.task_name, tuple(group.run_ids), version, is_eval=group.is_eval)
         window.submit(store.open_group, spec)
-    for done, (_, rows) in enumerate(_runs(file), 1):
-        run = rebuild_run(rows)
+    for done, (row, run) in enumerate(_runs(file), 1):
         _write_run(store, window, run)
-        _count(groups[rows[0].group_id], rows[0], run)
+        _count(groups[row.group_id], row, run)
         report.num_calls += len(run.calls)
         on_progress("written", done)
     for group_id, group in groups.items():

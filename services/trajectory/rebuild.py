@@ -33,27 +33,63 @@ class RebuiltRun:
     selection: RunSelection | None
 
 
-def rebuild_run(rows: Sequence[TrajectoryRow]) -> RebuiltRun:
-    """The run of these rows, which were checked. A call that lies on several of them is one call."""
-    first = rows[0]
-    calls: dict[str, CallRow] = {}
-    for row in rows:
+class RunBuilder:
+    """Takes in the rows of one run, which were checked, and keeps what is new in each."""
+
+    def __init__(self, first: TrajectoryRow) -> None:
+        self._first = first
+        self._calls: dict[str, CallRow] = {}
+        self._leaves: dict[int, tuple[str, CallRole]] = {}
+        self._targets: dict[str, int] = {}
+
+    def take(self, row: TrajectoryRow) -> None:
+        """Add a row. A call that lies on several rows is one call."""
+        messages = [canonical_message(one) for one in row.messages]
         parent: CallRow | None = None
+        last_sampled = ""
         for part in row.calls:
-            parent = calls.get(part["call_id"]) or _call(row, part, parent)
-            calls[part["call_id"]] = parent
-    result = None
-    if first.outcome is not None:
-        wall_s = first.wall_s or 0.0
-        outcome = Outcome(first.outcome)
-        result = RunResult(first.run_id, first.attempt, outcome, first.reward, wall_s, 0.0, 0.0, None, first.detail)
-    return RebuiltRun(
-        run_id=first.run_id,
-        attempt=first.attempt,
-        result=result,
-        calls=tuple(sorted(calls.values(), key=lambda call: call.ordinal)),
-        selection=_selection(rows),
-    )
+            call_id = part["call_id"]
+            parent = self._calls.get(call_id) or _call(row, part, messages, parent)
+            self._calls[call_id] = parent
+            if part["is_target"]:
+                self._targets[call_id] = part["ordinal"]
+            if part["num_sampled_tokens"]:
+                last_sampled = call_id
+        if row.draw is not None:
+            self._leaves[row.draw] = (last_sampled, CallRole(row.role))
+
+    def run(self) -> RebuiltRun:
+        """The run of the rows so far."""
+        first = self._first
+        result = None
+        if first.outcome is not None:
+            wall_s, outcome = first.wall_s or 0.0, Outcome(first.outcome)
+            result = RunResult(first.run_id, first.attempt, outcome, first.reward, wall_s, 0.0, 0.0, None, first.detail)
+        return RebuiltRun(
+            run_id=first.run_id,
+            attempt=first.attempt,
+            result=result,
+            calls=tuple(sorted(self._calls.values(), key=lambda call: call.ordinal)),
+            selection=self._selection(),
+        )
+
+    def _selection(self) -> RunSelection | None:
+        given = self._first.selection
+        if given is None:
+            return None
+        leaves = [self._leaves[draw] for draw in sorted(self._leaves)]
+        return RunSelection(
+            max_trajectories=given["max_trajectories"],
+            seed=given["seed"],
+            leaf_call_ids=tuple(call_id for call_id, _ in leaves),
+            leaf_roles=tuple(role for _, role in leaves),
+            target_call_ids=tuple(sorted(self._targets, key=self._targets.__getitem__)),
+            num_targets=given["num_targets"],
+            num_left_out=given["num_left_out"],
+            num_not_trainable=given["num_not_trainable"],
+            num_superseded=given["num_superseded"],
+            left_out={CallRole(one["role"]): one["num_tokens"] for one in given["left_out"]},
+        )
 
 
 def canonical_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,13 +110,15 @@ def canonical_message(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _call(row: TrajectoryRow, part: Mapping[str, Any], parent: CallRow | None) -> CallRow:
+def _call(
+    row: TrajectoryRow, part: Mapping[str, Any], messages: Sequence[dict[str, Any]], parent: CallRow | None
+) -> CallRow:
     start, stop = part["start"], part["start"] + part["num_sampled_tokens"]
     begin = 0 if parent is None else parent.num_prompt_tokens + len(parent.record.output_ids)
     own = json.loads(part["request"])
     request = {
         **own,
-        "messages": own.get("messages") or [canonical_message(one) for one in row.messages[: part["num_messages"]]],
+        "messages": own.get("messages", list(messages[: part["num_messages"]])),
         "tools": own.get("tools", row.tools),
     }
     record = CallRecord(
@@ -90,8 +128,8 @@ def _call(row: TrajectoryRow, part: Mapping[str, Any], parent: CallRow | None) -
         parent_call_id=None if parent is None else parent.record.call_id,
         request=request,
         prompt_ids=_NO_IDS,
-        output_ids=row.token_ids[start:stop],
-        logprobs=row.logprobs[start:stop],
+        output_ids=row.token_ids[start:stop].copy(),  # no view of the whole row
+        logprobs=row.logprobs[start:stop].copy(),
         version_spans=_spans(row.versions[start:stop].tolist()),
         output_text=part["output_text"],
         finish_reason=part["finish_reason"],
@@ -107,13 +145,15 @@ def _call(row: TrajectoryRow, part: Mapping[str, Any], parent: CallRow | None) -
         record=record,
         ordinal=part["ordinal"],
         num_prompt_tokens=start,
-        new_prompt_ids=row.token_ids[begin:start],
+        new_prompt_ids=row.token_ids[begin:start].copy(),
         num_shared_messages=0 if above is None else _num_shared(request["messages"], above["messages"]),
         shares_tools=above is not None and above["tools"] == request["tools"],
     )
 
 
 def _num_shared(messages: Sequence[Any], known: Sequence[Any]) -> int:
+    if messages[: len(known)] == known:
+        return len(known)
     pairs = enumerate(zip(messages, known, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(messages), len(known)))
 
@@ -122,27 +162,3 @@ def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     changes = [at for at, (one, other) in enumerate(pairwise(versions), 1) if one != other]
     bounds = [0, *changes, len(versions)] if versions else []
     return tuple(VersionSpan(versions[start], stop - start) for start, stop in pairwise(bounds))
-
-
-def _selection(rows: Sequence[TrajectoryRow]) -> RunSelection | None:
-    given = rows[0].selection
-    if given is None:
-        return None
-    selected = sorted((row for row in rows if row.draw is not None), key=lambda row: row.draw or 0)
-    targets = {call["call_id"]: call["ordinal"] for row in rows for call in row.calls if call["is_target"]}
-    return RunSelection(
-        max_trajectories=given["max_trajectories"],
-        seed=given["seed"],
-        leaf_call_ids=tuple(_last_sampled(row) for row in selected),
-        leaf_roles=tuple(CallRole(row.role) for row in selected),
-        target_call_ids=tuple(sorted(targets, key=targets.__getitem__)),
-        num_targets=given["num_targets"],
-        num_left_out=given["num_left_out"],
-        num_not_trainable=given["num_not_trainable"],
-        num_superseded=given["num_superseded"],
-        left_out={CallRole(one["role"]): one["num_tokens"] for one in given["left_out"]},
-    )
-
-
-def _last_sampled(row: TrajectoryRow) -> str:
-    return next((call["call_id"] for call in reversed(row.calls) if call["num_sampled_tokens"]), "")

@@ -40,7 +40,8 @@ def export_rows(
     calls: Sequence[TreeCall], selection: RunSelection | None, advantage: float = 0.5
 ) -> list[TrajectoryRow]:
     run = calls_of_run(rows_for(calls), selection)
-    return rows_of_run(JOB_ID, summary_of(advantage=advantage, selection=selection), run, GroupFacts(3, "ready"))
+    summary = summary_of(advantage=advantage, selection=selection)
+    return list(rows_of_run(JOB_ID, summary, run, GroupFacts(3, "ready")))
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ def test_lone_surrogates_of_a_harness_do_not_stop_an_export(tmp_path: Path, writ
     (call,) = rows_for([make_call("a", None, [1], [5])])
     odd = replace(call, record=replace(call.record, output_text="half \ud83d"))
     opened = writer(tmp_path / "out")  # type: ignore[call-arg]
-    opened.write(rows_of_run(JOB_ID, summary_of(), calls_of_run([odd], None), GroupFacts()))
+    opened.write(list(rows_of_run(JOB_ID, summary_of(), calls_of_run([odd], None), GroupFacts())))
     opened.close()
     ((_, row),) = read_rows(tmp_path / "out")
     assert row.messages[-1]["content"] == text

@@ -18,7 +18,7 @@ from services.trajectory.exporting import export_runs
 from services.trajectory.files import Format, read_rows
 from services.trajectory.imports import import_file
 from services.trajectory.paths import calls_of_run
-from services.trajectory.rebuild import rebuild_run
+from services.trajectory.rebuild import RunBuilder
 from services.trajectory.rows import RunCheck
 from services.trajectory.source import StoreSource
 from services.trajectory.store import RunFilter
@@ -99,11 +99,12 @@ def keep_group(rows: list[dict[str, Any]], group_id: str) -> None:
 def test_calls_are_made_again_from_any_rows(run: Selected) -> None:
     selection = run.scored.selection.report
     rows = export_rows(run.calls, selection)
-    check = RunCheck()
+    check, builder = RunCheck(), RunBuilder(rows[0])
     for row in rows:
         check.take(row)
+        builder.take(row)
     check.end()
-    rebuilt = rebuild_run(rows)
+    rebuilt = builder.run()
     for made, stored in zip(rebuilt.calls, rows_for(run.calls), strict=True):
         assert made.record.parent_call_id == stored.record.parent_call_id
         assert made.num_prompt_tokens == stored.num_prompt_tokens

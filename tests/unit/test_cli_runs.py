@@ -1,0 +1,265 @@
+"""``tidegate runs`` as a user types it: on a job's folder, and on a running job over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import filecmp
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import click.testing
+import pytest
+from typer.testing import CliRunner
+
+from services import cli
+from services.common.errors import AccessError, ConfigError, NotFoundError, TidegateError
+from services.scheduler.actor import JobScheduler
+from tests.unit.scheduler.long_runs import LongRuns
+from tests.unit.scheduler.world import options
+from tests.unit.trajectory.stored_job import RICH, make_job
+
+TOKEN = "token-of-this-test"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored") / "job"
+    asyncio.run(make_job(folder))
+    return folder
+
+
+@pytest.fixture
+def job(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job's folder, which ``runs/latest`` links to."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TIDEGATE_TOKEN", raising=False)
+    folder = Path("runs/job-1")
+    shutil.copytree(stored, folder)
+    (folder.parent / "latest").symlink_to(folder.name)
+    return folder
+
+
+@pytest.fixture
+async def live(job: Path) -> AsyncIterator[str]:
+    """The address of the job's scheduler."""
+    scheduler = JobScheduler(options(), LongRuns(), job_dir=str(job), grpc_token=TOKEN)
+    address = await scheduler.start()
+    (job / "job.json").write_text('{"job_id": "job"}')
+    (job / "grpc-address").write_text(address + "\n")
+    (job / "grpc-token").write_text(TOKEN + "\n")
+    yield address
+    await scheduler.close()
+
+
+def tidegate(*arguments: str, **env: str) -> click.testing.Result:
+    return CliRunner().invoke(cli.app, ["runs", *arguments], env=env)
+
+
+def done(*arguments: str, **env: str) -> str:
+    """The output of a command that succeeds."""
+    result = tidegate(*arguments, **env)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def refused(*arguments: str, **env: str) -> TidegateError:
+    """The error that ends a command (``cli.main`` prints it and leaves with its exit code)."""
+    result = tidegate(*arguments, **env)
+    assert isinstance(result.exception, TidegateError), (result.output, result.exception)
+    assert result.exception.exit_code != 0
+    return result.exception
+
+
+def squeezed(output: str) -> list[str]:
+    return [" ".join(line.split()) for line in output.splitlines()]
+
+
+# -- list and show ----------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_listed_in_order_of_dispatch(job: Path) -> None:
+    lines = squeezed(done("list"))
+    assert lines[0] == "run task outcome reward advantage calls tokens in out targets versions s"
+    assert [line.split()[0] for line in lines[1:]] == [
+        *("g000000-r0", "g000000-r1", "g000001-r0", "g000001-r1"),
+        *("e000002-r0", "e000002-r1", "g000003-r0", "g000003-r1"),
+    ]
+    assert lines[6].startswith("e000002-r1 task verifier_failure - - 2 ")
+    assert "5 older runs not shown" in done("list", "--limit", "3", "--job", str(job))
+    assert [line.split()[0] for line in squeezed(done("list", "--outcome", "unfinished"))[1:]] == [
+        "g000003-r0",
+        "g000003-r1",
+    ]
+    assert len(squeezed(done("list", "--group", "g000001"))) == 3
+    assert len(squeezed(done("list", "--task", "no-such"))) == 1
+
+
+def test_lists_are_json_for_scripts(job: Path) -> None:
+    answer = json.loads(done("list", "--json", "--group", "g000000"))
+    assert (answer["job_id"], answer["num_runs"]) == ("job-of-this-test", 2)
+    run = answer["runs"][0]
+    assert (run["run_id"], run["outcome"], run["reward"]) == (RICH, "finished", 1.0)
+    assert run["selection"]["num_targets"] > 0
+    assert json.loads(done("list", "--json", "--limit", "1"))["num_runs"] == 8
+
+
+def test_a_run_is_shown_with_every_call(job: Path) -> None:
+    output = done("show", RICH)
+    assert output.startswith(f"{RICH} task: finished, reward 1.000, advantage 0.707 (as it went)")
+    assert "group g000000 is ready, trained by step 7" in output
+    assert "main, superseded: 39 prompt tokens (39 new), 17 sampled (17 at version 3), stop, on cell-1" in output
+    assert "abandoned answer" in output
+
+
+def test_a_shown_run_is_json_for_scripts(job: Path) -> None:
+    shown = json.loads(done("show", RICH, "--json"))
+    assert shown["group"]["state"] == "ready"
+    assert len(shown["calls"]) == 8
+    assert shown["calls"][0]["fate"] == "superseded"
+    assert shown["calls"][0]["output_text"] == "abandoned answer"
+    assert "output_ids" not in shown["calls"][0]
+    call = json.loads(done("show", RICH, "--json", "--tokens"))["calls"][0]
+    assert len(call["output_ids"]) == len(call["logprobs"]) == call["num_sampled_tokens"] == 17
+    assert tidegate("show", RICH, "--tokens").exit_code == 2
+
+
+# -- tree -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_shows_branches_roles_and_what_was_selected(job: Path) -> None:
+    output = done("tree", RICH)
+    for line in (
+        "retry: asked again later",
+        "a0-c0 main +39 prompt, 17 sampled v3 stop superseded",
+        "subagent",
+        "compaction: the main conversation begins anew",
+        "a0-c6 main_summary",
+        "branch",
+        "selected #1",
+    ):
+        assert any(line in one for one in squeezed(output)), f"{line!r} is not in\n{output}"
+    assert "trajectories 5, 3 selected (at most 3)" in squeezed(output)
+    assert any(
+        line.startswith("tokens 575 unique; 819 in all trajectories flattened, 1.42 times") for line in squeezed(output)
+    )
+
+
+def test_long_conversations_are_folded_unless_all_is_asked_for(job: Path) -> None:
+    folded = done("tree", "g000000-r1")
+    assert "... 10 calls from a0-c1 ..." in folded
+    assert "a0-c5" not in folded
+    assert "a0-c5" in done("tree", "g000000-r1", "--all")
+
+
+def test_a_run_without_calls_is_drawn_too(job: Path) -> None:
+    assert "trajectories 0, 0 selected" in squeezed(done("tree", "g000003-r1"))
+
+
+# -- export and import ------------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_imported_into_another_folder(job: Path) -> None:
+    output = done("export", "--out", "all.parquet")
+    assert output.startswith("wrote 11 trajectories of 8 runs to all.parquet: ")
+    assert "imported 8 runs of 4 groups with 29 calls" in done("import", "all.parquet", "--into", "again")
+    for command in (("list",), ("show", RICH), ("tree", RICH)):
+        assert done(*command, "--job", "again") == done(*command)
+    done("export", "--out", "one.jsonl")
+    done("export", "--out", "two.jsonl", "--job", "again")
+    assert Path("one.jsonl").read_bytes() == Path("two.jsonl").read_bytes()
+
+
+def test_filters_and_formats_are_taken(job: Path) -> None:
+    done("export", "--out", "some.jsonl", "--run", RICH, "--run", "g000000-r1", "--selected-only", "--no-eval")
+    rows = [json.loads(line) for line in Path("some.jsonl").read_text().splitlines()]
+    assert {row["run_id"] for row in rows} == {RICH, "g000000-r1"}
+    assert all(row["is_selected"] for row in rows)
+    done("export", "--format", "atif", "--out", "docs", "--group", "g000000", "--min-reward", "0.5")
+    documents = {path.name: json.loads(path.read_text()) for path in Path("docs").iterdir()}
+    assert documents[f"{RICH}.json"]["agent"] == {
+        "name": "mini-swe-agent",
+        "version": "unknown",
+        "model_name": "policy",
+        "tool_definitions": documents[f"{RICH}.json"]["agent"]["tool_definitions"],
+    }
+
+
+def test_what_cannot_be_done_is_refused_and_nothing_is_written(job: Path) -> None:
+    before = sorted(path.name for path in Path().iterdir())
+    assert "no outcome 'crash'" in str(refused("list", "--outcome", "crash"))
+    for error, kind, says in (
+        (refused("show", "g000077-r0"), NotFoundError, "no run g000077-r0"),
+        (refused("tree", "g000077-r0"), NotFoundError, "no run g000077-r0"),
+        (refused("list", "--job", "nowhere"), NotFoundError, "there is no folder nowhere"),
+        (refused("list", "--job", "."), NotFoundError, "no runs are stored"),
+        (refused("export", "--out", "out.xlsx"), ConfigError, "tells no format"),
+        (refused("export", "--out", "missing/out.jsonl"), ConfigError, "there is no folder"),
+        (refused("export", "--out", "out.jsonl", "--outcome", "won"), ConfigError, "no outcome 'won'"),
+        (refused("export", "--out", "out.jsonl", "--run", "g000077-r0"), ConfigError, "no run g000077-r0"),
+        (refused("export", "--out", "out.jsonl", "--min-reward", "nan"), ConfigError, "nan"),
+        (refused("export", "--out", "out.jsonl", "--min-reward", "9"), NotFoundError, "as the filters want"),
+        (refused("import", "missing.jsonl", "--into", "new"), ConfigError, "cannot read missing.jsonl"),
+    ):
+        assert isinstance(error, kind), error
+        assert says in str(error)
+    assert tidegate("export", "--out", "out", "--format", "csv").exit_code == 2
+    assert tidegate("export").exit_code == 2
+    assert tidegate("list", "--limit", "-1").exit_code == 2
+    assert sorted(path.name for path in Path().iterdir()) == before
+
+
+def test_an_output_that_exists_needs_force(job: Path) -> None:
+    Path("out.jsonl").write_text("precious")
+    assert "out.jsonl exists" in str(refused("export", "--out", "out.jsonl"))
+    assert Path("out.jsonl").read_text() == "precious"
+    done("export", "--out", "out.jsonl", "--force")
+    assert Path("out.jsonl").read_text() != "precious"
+
+
+def test_a_broken_import_names_its_line(job: Path) -> None:
+    done("export", "--out", "out.jsonl")
+    lines = Path("out.jsonl").read_text().splitlines()
+    row = json.loads(lines[4])
+    row["logprobs"].pop()
+    lines[4] = json.dumps(row)
+    Path("out.jsonl").write_text("\n".join(lines))
+    error = refused("import", "out.jsonl", "--into", "new")
+    assert error.message.startswith("out.jsonl, line 5: its arrays have different lengths")
+    assert error.exit_code == 2
+    assert not Path("new").exists()
+
+
+# -- a running job ----------------------------------------------------------------------------------------------------
+
+
+async def over_grpc(address: str, *arguments: str, token: str = TOKEN) -> str:
+    """The output of a command that asks the job's server; it runs beside it, in a thread of its own."""
+    return await asyncio.to_thread(done, *arguments, "--address", address, TIDEGATE_TOKEN=token)
+
+
+async def test_a_running_job_is_asked_over_grpc(live: str, job: Path) -> None:
+    for command in (("list",), ("list", "--outcome", "unfinished"), ("show", RICH), ("tree", RICH)):
+        assert await over_grpc(live, *command) == await asyncio.to_thread(done, *command)
+    await over_grpc(live, "export", "--out", "remote.jsonl")
+    await asyncio.to_thread(done, "export", "--out", "local.jsonl")
+    assert filecmp.cmp("remote.jsonl", "local.jsonl", shallow=False)
+
+
+async def test_the_token_rules_are_those_of_other_commands(live: str, job: Path) -> None:
+    error = await asyncio.to_thread(refused, "list", "--address", live)
+    assert isinstance(error, ConfigError)
+    assert "TIDEGATE_TOKEN" in str(error)
+    error = await asyncio.to_thread(refused, "list", "--address", live, TIDEGATE_TOKEN="a-wrong-one")
+    assert isinstance(error, AccessError)
+    assert "a-wrong-one" not in str(error)
+    assert "g000000-r0" in await asyncio.to_thread(done, "list", "--address", live, "--job", str(job))
+    error = await asyncio.to_thread(refused, "show", "g000077-r0", "--address", live, TIDEGATE_TOKEN=TOKEN)
+    assert isinstance(error, NotFoundError)
+
+
+async def test_a_job_that_does_not_answer_is_said_so(job: Path) -> None:
+    error = await asyncio.to_thread(refused, "list", "--address", "127.0.0.1:1", TIDEGATE_TOKEN=TOKEN)
+    assert isinstance(error, NotFoundError)
+    assert "not reachable at 127.0.0.1:1" in str(error)
