@@ -75,7 +75,8 @@ class OutputConfig(BaseModel):
     dir: str = "runs"
     """Each job gets a folder in it; ``latest`` links to the newest. A relative path starts where the command is run."""
     keep_workspaces: bool = False
-    """Keep every run's workspace; otherwise only those whose evaluation failed stay (logs and tokens always do)."""
+    """Keep every run's workspace; otherwise only those stay whose evaluation failed or whose sandbox died (logs and
+    tokens always do)."""
     wandb_project: str = ""
     """Also log to this Weights & Biases project (needs the extra ``wandb``)."""
 

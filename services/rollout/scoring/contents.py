@@ -13,6 +13,7 @@ from services.rollout.scoring.harbor import read_untrusted
 
 _MAX_TEXT_BYTES = 256 << 10
 _MAX_FILES_SHOWN = 200
+_MAX_LINES_COMPARED = 2000
 _CHUNK_BYTES = 1 << 20
 
 
@@ -56,13 +57,19 @@ def listing(texts: dict[str, str]) -> str:
 
 
 def diff(before: dict[str, str], after: dict[str, str]) -> str:
-    """What changed, as a unified diff."""
+    """What changed, as a unified diff. Of files with more than ``_MAX_LINES_COMPARED`` lines, the new text: comparing
+    takes time quadratic in them."""
     pieces: list[str] = []
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
-        if old != new:
-            names = (f"a/{name}" if old is not None else "/dev/null", f"b/{name}" if new is not None else "/dev/null")
-            pieces += difflib.unified_diff((old or "").splitlines(), (new or "").splitlines(), *names, lineterm="")
+        if old == new:
+            continue
+        names = (f"a/{name}" if old is not None else "/dev/null", f"b/{name}" if new is not None else "/dev/null")
+        lines = ((old or "").splitlines(), (new or "").splitlines())
+        if min(map(len, lines)) > 0 and max(map(len, lines)) > _MAX_LINES_COMPARED:
+            pieces += [f"--- {names[0]}", f"+++ {names[1]}", "(too long to be compared)", *lines[1]]
+        else:
+            pieces += difflib.unified_diff(*lines, *names, lineterm="")
     return "\n".join(pieces)
 
 

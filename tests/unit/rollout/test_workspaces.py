@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.workspaces import copy_tree, remove_tree
+from services.rollout.workspaces import copy_tree, open_tree, remove_tree, sync
 
 
 def test_copies_keep_links_and_modes_and_leave_pipes_out(tmp_path: Path) -> None:
@@ -56,3 +56,21 @@ def test_deep_and_closed_folders_are_removed(tmp_path: Path) -> None:
     remove_tree(tmp_path / "work")
     assert not (tmp_path / "work").exists()
     remove_tree(tmp_path / "absent")
+
+
+def test_what_was_closed_can_be_read_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir()
+    (tmp_path / "shut" / "work").write_text("x")
+    (tmp_path / "shut" / "work").chmod(0)
+    (tmp_path / "shut").chmod(0)
+    open_tree(tmp_path)
+    assert (tmp_path / "shut").stat().st_mode & 0o700 == 0o700
+    assert (tmp_path / "shut" / "work").stat().st_mode & 0o400
+
+
+def test_files_and_folders_are_synced_and_a_pipe_or_a_link_holds_nothing_up(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("/dev/full")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, *tmp_path.iterdir()):
+        sync(path)

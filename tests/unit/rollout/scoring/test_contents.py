@@ -83,3 +83,8 @@ def test_a_diff_shows_what_was_changed_added_and_removed() -> None:
         *("--- /dev/null", "+++ b/more", "@@ -0,0 +1 @@", "+y"),
     ]
     assert diff({"a": "1"}, {"a": "1"}) == ""
+
+
+def test_files_that_would_take_long_to_compare_are_shown_as_they_are(tmp_path: Path) -> None:
+    old, new = "\n".join(str(n % 7) for n in range(60_000)), "\n".join(str(n % 11) for n in range(60_000))
+    assert diff({"a": old}, {"a": new}) == f"--- a/a\n+++ b/a\n(too long to be compared)\n{new}"
