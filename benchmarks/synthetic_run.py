@@ -26,11 +26,11 @@ _SYLLABLES = (
 class RunShape:
     """Calls of each part, and the size of a turn. A part of the main conversation but the last ends in a compaction."""
 
-    main_calls: tuple[int, ...] = (40, 415)
+    main_calls: tuple[int, ...] = (30, 30, 395)
     subagent_calls: tuple[int, ...] = (10, 10, 10, 10)
     """Each subagent begins after a tenth of the first part of the main conversation more."""
-    tool_chars: int = 5_400
-    answer_chars: int = 2_400
+    tool_chars: int = 2_900
+    answer_chars: int = 2_900
 
 
 @dataclass(frozen=True, slots=True)

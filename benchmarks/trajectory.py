@@ -7,8 +7,8 @@ sends it, and ends with a prompt for the engine and with what training needs:
 - ingest: Tidegate: match by digests, render and tokenise what is new, append to the tree (``AttemptLog``);
 - re-render: the whole conversation is rendered and tokenised in every call, and a flat row of ids, mask and
   log-probabilities is made. Every 20th call is measured, and the run's time is that rate times its tokens;
-- prefix match: the conversation is rendered as text, what is new behind the longest known text is tokenised, the ids
-  are matched with every kept row for the longest common prefix, and the row is extended or a new one begun.
+- prefix match: the conversation is rendered as text, what is new behind the longest known prompt is tokenised (the
+  last answer with it), the ids are matched with every kept row, and the row that begins them is extended.
 
 ``*_tokens_per_s`` are tokens of prompts and answers of all calls (so history counts in every call) by seconds;
 ``speedup`` and ``speedup_prefix_match`` are the ratios of the times. ``dedup_ratio`` is those tokens over the unique
@@ -104,40 +104,43 @@ class Rerender:
 
 
 class PrefixMatch:
-    """Incremental rendering, and the longest common prefix of ids with every row that is kept."""
+    """Incremental rendering, and the longest common prefix of ids with every row that is kept.
+
+    The answer of a call comes back as text in the next request, and is tokenised with what else is new in it.
+    """
 
     def __init__(self, renderer: HfRenderer) -> None:
         self._renderer = renderer
-        self._texts: list[str] = []
+        self._prompts: list[tuple[str, NDArray[np.int32]]] = []
+        """The last prompt of each row: text and ids."""
         self._rows: list[tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32]]] = []
 
     def take(self, sampled: Sampled) -> int:
         request = sampled.call.request
         text = self._renderer.render(request.messages, request.tools, True)
         known = max(
-            (at for at, before in enumerate(self._texts) if text.startswith(before)),
-            key=lambda at: len(self._texts[at]),
+            (at for at, (before, _) in enumerate(self._prompts) if text.startswith(before)),
+            key=lambda at: len(self._prompts[at][0]),
             default=None,
         )
-        if known is None:
-            prompt = np.asarray(self._renderer.encode(text), dtype=np.int32)
-        else:
-            new = self._renderer.encode(text[len(self._texts[known]) :])
-            prompt = np.concatenate([self._rows[known][0], np.asarray(new, dtype=np.int32)])
+        before, before_ids = ("", np.empty(0, dtype=np.int32)) if known is None else self._prompts[known]
+        new = self._renderer.encode(text[len(before) :])
+        prompt = np.concatenate([before_ids, np.asarray(new, dtype=np.int32)])
         ids, mask, logprobs = _row(prompt, sampled)
-        lengths = [common_prefix(row[0], prompt) for row in self._rows]
-        extended = next((at for at, row in enumerate(self._rows) if lengths[at] == len(row[0])), None)
-        if extended is not None:
-            _, old_mask, old_logprobs = self._rows[extended]
-            mask[: len(old_mask)], logprobs[: len(old_logprobs)] = old_mask, old_logprobs
-        seen = text + sampled.call.answer + "<|im_end|>"
+        extended = next((at for at, row in enumerate(self._rows) if common_prefix(row[0], prompt) == len(row[0])), None)
         if extended is None:
             self._rows.append((ids, mask, logprobs))
-            self._texts.append(seen)
+            self._prompts.append((text, prompt))
         else:
+            _, old_mask, old_logprobs = self._rows[extended]
+            mask[: len(old_mask)], logprobs[: len(old_logprobs)] = old_mask, old_logprobs
             self._rows[extended] = ids, mask, logprobs
-            self._texts[extended] = seen
+            self._prompts[extended] = text, prompt
         return len(ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
 
 
 def _row(
@@ -162,15 +165,15 @@ def sample(calls: Sequence[SyntheticCall], renderer: HfRenderer) -> list[Sampled
 
 
 def timed(take: Callable[[Sampled], int], calls: Sequence[Sampled]) -> tuple[list[float], list[int]]:
-    """Seconds and tokens of each call."""
+    """Seconds of processor time and tokens of each call: what else the machine does counts in none of the ways."""
     seconds, tokens = [], []
     gc.collect()
     gc.disable()  # a collection in the middle would be counted to one call
     try:
         for call in calls:
-            started_s = time.perf_counter()
+            started_s = time.process_time()
             tokens.append(take(call))
-            seconds.append(time.perf_counter() - started_s)
+            seconds.append(time.process_time() - started_s)
     finally:
         gc.enable()
     return seconds, tokens
@@ -180,13 +183,15 @@ def rates(calls: Sequence[Sampled], renderer: HfRenderer) -> tuple[dict[str, Any
     """The three ways, on the same run. Each way goes first once, and its better time counts."""
     ingest = Ingest(renderer)
     seconds, tokens = timed(ingest.take, calls)
-    prefix_seconds, prefix_tokens = timed(PrefixMatch(renderer).take, calls)
+    prefix_match = PrefixMatch(renderer)
+    prefix_seconds, prefix_tokens = timed(prefix_match.take, calls)
     again, _ = timed(Ingest(renderer).take, calls)
     prefix_again, _ = timed(PrefixMatch(renderer).take, calls)
     best = [min(pair) for pair in zip(seconds, again, strict=True)]
     prefix_best = [min(pair) for pair in zip(prefix_seconds, prefix_again, strict=True)]
-    if prefix_tokens != tokens:
-        raise SystemExit("the two ways disagree on the tokens of a call")
+    num_paths = len(ingest.log.tree.leaves())
+    if prefix_tokens != tokens or prefix_match.num_rows != num_paths:
+        raise SystemExit("the ways disagree on the tokens of a call, or on the paths of the run")
     rerender_s, rerendered = timed(Rerender(renderer).take, calls[RERENDER_EVERY - 1 :: RERENDER_EVERY])
     rerender_rate = sum(rerendered) / sum(rerender_s)
     longest = max(tokens)
@@ -240,9 +245,9 @@ def selection(log: AttemptLog) -> dict[str, float]:
     """Milliseconds of one selection, roles included."""
     times = []
     for _ in range(5):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         select(log.tree, log.roles, max_trajectories=5, seed=0, run_id=log.run_id)
-        times.append(time.perf_counter() - started_s)
+        times.append(time.process_time() - started_s)
     return {"select_ms": 1e3 * min(times)}
 
 

@@ -16,6 +16,7 @@ import xxhash
 from services.common.errors import InvariantError
 from services.proxy.types import Message
 
+_ROLES = {"user": b"u", "assistant": b"a", "system": b"s"}
 _BILLING_HEADER = "x-anthropic-billing-header"
 
 
@@ -75,8 +76,8 @@ class ConversationIndex:
     """
 
     _nodes: list[_Node] = field(default_factory=list)
-    _children: dict[tuple[int, str, bytes, bytes], int] = field(default_factory=dict)
-    """(prefix; a message as it was sent: role, digests of its content and of the rest) -> prefix with it."""
+    _children: dict[bytes, int] = field(default_factory=dict)
+    """Digest of a prefix and a message as it was sent -> the prefix with that message."""
     _tools: list[tuple[tuple[dict[str, Any], ...], int]] = field(default_factory=list)
     """Each set of tools that was sent, with the node of its empty prefix."""
     _answers: dict[bytes, list[_Answered]] = field(default_factory=dict)
@@ -131,11 +132,13 @@ class ConversationIndex:
 
     def _walk(self, node: int, messages: Sequence[Message]) -> Walk:
         nodes = []
+        known = self._children.get
         for message in messages:
-            edge = (node, message.role, _digest(message.content), _rest_as_sent(message))
-            node = self._children.get(edge, -1)
-            if node < 0:
-                node = self._children[edge] = self._add(edge[0], message)
+            edge = _edge(node, message)
+            below = known(edge)
+            if below is None:
+                below = self._children[edge] = self._add(node, message)
+            node = below
             nodes.append(node)
         return Walk(tuple(nodes), messages)
 
@@ -179,11 +182,14 @@ def _digest(text: str) -> bytes:
     return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))  # a cut stream may leave half a pair
 
 
-def _rest_as_sent(message: Message) -> bytes:
+def _edge(node: int, message: Message) -> bytes:
+    """Digest of a message as it was sent behind a prefix."""
+    content = message.content.encode("utf-8", "surrogatepass")
     if not (message.tool_calls or message.reasoning or message.tool_call_id):
-        return b""
+        return xxhash.xxh3_128_digest(content, node) + _ROLES.get(message.role, message.role.encode())
     calls: list[list[Any]] = [[call.call_id, call.name, call.arguments] for call in message.tool_calls]
-    return _digest(_canonical_json([message.tool_call_id, message.reasoning, calls]))
+    rest = _digest(_canonical_json([message.role, message.tool_call_id, message.reasoning, calls]))
+    return xxhash.xxh3_128_digest(content, node) + rest
 
 
 def _without_billing(message: Message) -> Message:

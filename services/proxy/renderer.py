@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from transformers import AutoTokenizer
 from services.common.errors import ConfigError, TemplateError
 from services.proxy.types import Message
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: threads only cost, and forks warn
+
 
 class HfRenderer:
     """A ``Renderer`` over a tokenizer of ``transformers``."""
@@ -22,6 +25,7 @@ class HfRenderer:
         if not tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template.", "Use an instruction-tuned model.")
         self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
         ids = {int(one) for one in (tokenizer.eos_token_id, *end_of_turn_ids) if one is not None}
         self._end_of_turn = {one: str(tokenizer.convert_ids_to_tokens(one)) for one in sorted(ids)}
 
@@ -45,9 +49,13 @@ class HfRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in which special tokens may stand; nothing is added at its ends."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
+        ids: list[int]
+        if self._backend is not None:  # without offsets and masks, which nobody asks for
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        else:
+            ids = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+                "input_ids"
+            ]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

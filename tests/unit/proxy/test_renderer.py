@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.proxy.renderer import load_renderer, template_message
+from services.proxy.renderer import HfRenderer, load_renderer, template_message
 from services.proxy.types import Message, ToolCall
 from tests.unit.proxy.templates import CHATML, tokenizer
 
@@ -36,3 +36,9 @@ def test_templates_get_arguments_as_objects_and_only_fields_that_are_set() -> No
         "tool_calls": [{"id": "i", "type": "function", "function": {"name": "bash", "arguments": {"command": "ls"}}}],
     }
     assert template_message(Message("tool", "out", tool_call_id="i"))["tool_call_id"] == "i"
+
+
+def test_text_is_tokenised_as_the_tokenizer_itself_does() -> None:
+    using = tokenizer(CHATML)
+    text = "<|im_start|>user\nword é日🙂  two\n\n<|im_end|>x" * 3
+    assert HfRenderer(using).encode(text) == using(text, add_special_tokens=False)["input_ids"]
