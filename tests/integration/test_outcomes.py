@@ -78,7 +78,7 @@ async def test_a_harness_that_reaches_its_own_limit(world: World) -> None:
 async def test_an_attempt_that_reaches_the_limit_of_all_that_comes_before_scoring(world: World) -> None:
     result = await world.attempt(f"{ASKS} sleep 600", timeout_s=60, run_timeout_s=5)
     assert (result.outcome, result.reward, result.exit_code) == (Outcome.WALL_TIMEOUT, 0.5, None), result.detail
-    assert result.harness_s < 5
+    assert "after it was asked for" in result.detail
     await world.hold_to_the_table(result)
 
 
