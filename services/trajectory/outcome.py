@@ -44,7 +44,7 @@ class OutcomeRule:
     """What follows from an outcome."""
 
     salvaged: bool
-    """Transcript, logs and how it ended are on disk, and the workspace is whole, before anything is scored or cleaned."""
+    """Transcript, logs and how it ended are on disk, the workspace is whole, before anything is scored or cleaned."""
     scored: bool
     """The scorer runs on the salvaged workspace (for verifier outcomes: it ran, without a valid reward)."""
     trained: bool
