@@ -323,6 +323,7 @@ def _new(out: Path, *, force: bool) -> Iterator[Path]:
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {out.absolute().parent}.", "Make it first, or name another output.")
     part = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
+    _remove(part)  # a process of this number may have been killed
     try:
         yield part
     except PermissionError as error:
@@ -330,11 +331,15 @@ def _new(out: Path, *, force: bool) -> Iterator[Path]:
     except OSError as error:
         raise MachineError(f"cannot write {out}: {error.strerror or error}.", "Nothing was left behind.") from None
     finally:
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+        _remove(part)
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir():
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def _refuse_existing(out: Path, *, force: bool) -> None:

@@ -156,7 +156,8 @@ def row_of(data: Mapping[str, Any]) -> TrajectoryRow:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{place}: {first['msg']} (found {_short(first['input'])}).") from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{place}: {said} (found {_short(first['input'])}).") from None
     row = TrajectoryRow(**{**given, **arrays, "group": GroupFacts(**given["group"])})
     _check_lengths(row)
     _check_selection(row, checked)

@@ -50,7 +50,10 @@ class StoreSource:
         return self._reader.list_runs(filters)
 
     def read_calls(self, run_id: str, attempt: int | None = None) -> tuple[RunSummary, Sequence[CallRow]]:
-        return self._reader.read_calls(run_id, attempt)
+        summary, rows = self._reader.read_calls(run_id, attempt)
+        if attempt is not None and attempt > summary.attempt:
+            raise NotFoundError(f"run {run_id} has no attempt {attempt}.", f"Its newest is {summary.attempt}.")
+        return summary, rows
 
     def group(self, group_id: str) -> GroupFacts:
         return facts_of(self._reader.group(group_id))

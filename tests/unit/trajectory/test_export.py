@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from services.common.errors import ConfigError, MachineError, NotFoundError
 from services.trajectory.export import NOT_SAMPLED, SCHEMA, ExportFilter, GroupFacts, TrajectoryRow, rows_of_run
 from services.trajectory.exporting import ExportReport, export_runs
-from services.trajectory.files import Format, JsonlWriter, ParquetWriter, RowWriter, new_file, new_folder, read_rows
+from services.trajectory.files import (
+    PARQUET_SCHEMA,
+    Format,
+    JsonlWriter,
+    ParquetWriter,
+    RowWriter,
+    new_file,
+    new_folder,
+    read_rows,
+)
 from services.trajectory.microstep import ScoredRun, build_micro_steps
 from services.trajectory.outcome import Outcome
 from services.trajectory.paths import calls_of_run
@@ -212,6 +221,13 @@ def test_any_reader_of_parquet_sees_typed_columns(job: Path, tmp_path: Path) -> 
     assert file.schema_arrow.metadata[b"tidegate.schema"] == SCHEMA.encode()
     table = file.read(["reward", "messages", "target_mask"]).to_pylist()
     assert table[0]["messages"][0]["content"] == "you are the main agent"
+
+
+def test_the_docs_name_every_column_and_field_of_a_call() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "export.md").read_text(encoding="utf-8")
+    calls = PARQUET_SCHEMA.field("calls").type.value_type
+    names = [*PARQUET_SCHEMA.names, *(calls.field(at).name for at in range(calls.num_fields))]
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ async def refused(job: Job, method: str, **fields: Any) -> grpc.StatusCode:
         ("GetRun", {}, "INVALID_ARGUMENT"),
         ("StreamCalls", {"run_id": "g000077-r0"}, "NOT_FOUND"),
         ("StreamCalls", {"run_id": RICH, "job_id": "another"}, "NOT_FOUND"),
+        ("StreamCalls", {"run_id": RICH, "attempt": 3}, "NOT_FOUND"),
         ("StreamCalls", {}, "INVALID_ARGUMENT"),
         ("StreamCalls", {"run_id": RICH, "attempt": -1}, "INVALID_ARGUMENT"),
         ("GetTree", {"run_id": "g000077-r0"}, "NOT_FOUND"),
