@@ -93,7 +93,8 @@ def settle_outcome(outcome: Outcome, *, context_overflowed: bool, turn_limited: 
     """
     ended = outcome in (Outcome.FINISHED, Outcome.HARNESS_CRASH)
     waited = outcome in (Outcome.HARNESS_TIMEOUT, Outcome.WALL_TIMEOUT)
-    if engine_lost and (ended or waited):
+    unscored = outcome in (Outcome.VERIFIER_FAILURE, Outcome.VERIFIER_TIMEOUT)
+    if engine_lost and (ended or waited or unscored):  # an attempt that was cut short says nothing of the verifier
         return Outcome.ENGINE_LOSS
     if turn_limited and (ended or waited):
         return Outcome.TURN_LIMIT

@@ -108,6 +108,7 @@ def test_what_was_selected_of_each_counted_run_is_told() -> None:
 
 
 ENDED = {Outcome.FINISHED, Outcome.HARNESS_CRASH}
+UNSCORED = {Outcome.VERIFIER_FAILURE, Outcome.VERIFIER_TIMEOUT}
 WAITED = {Outcome.HARNESS_TIMEOUT, Outcome.WALL_TIMEOUT}
 
 
@@ -118,8 +119,8 @@ WAITED = {Outcome.HARNESS_TIMEOUT, Outcome.WALL_TIMEOUT}
         ({}, set(), None),
         ({"context_overflowed"}, ENDED, Outcome.CONTEXT_LIMIT),
         ({"turn_limited"}, ENDED | WAITED, Outcome.TURN_LIMIT),
-        ({"engine_lost"}, ENDED | WAITED, Outcome.ENGINE_LOSS),
-        ({"engine_lost", "turn_limited"}, ENDED | WAITED, Outcome.ENGINE_LOSS),
+        ({"engine_lost"}, ENDED | WAITED | UNSCORED, Outcome.ENGINE_LOSS),
+        ({"engine_lost", "turn_limited"}, ENDED | WAITED | UNSCORED, Outcome.ENGINE_LOSS),
     ],
 )
 def test_what_befell_the_last_call_explains_only_the_ends_that_it_causes(
