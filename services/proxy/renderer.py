@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer
 
 from services.common.errors import ConfigError, TemplateError
 from services.proxy.types import Message
@@ -66,6 +65,8 @@ class HfRenderer:
 
 def load_renderer(model_path: str) -> HfRenderer:
     """The renderer of a model folder. Raises ``ConfigError`` if it has no tokenizer or no chat template."""
+    from transformers import AutoTokenizer  # takes seconds
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     except (OSError, ValueError) as error:
