@@ -77,6 +77,7 @@ class TrajectoryShard:
         self._eval_sampling = eval_sampling or sampling
         self._max_model_len = max_model_len
         self._key_secret = (key_secret or secrets.token_hex(32)).encode()
+        self._tag = secrets.token_hex(4)
         self._as_ref = as_ref
         self._drop_equal_rewards = drop_equal_rewards
         self._bridge = Bridge(renderer or load_renderer(model_path))
@@ -149,7 +150,7 @@ class TrajectoryShard:
             await self._commit(self._store.close_attempt, run_id, attempt, context_overflowed=overflowed)
 
     async def finish_run(self, result: RunResult) -> Outcome:
-        """Record how an attempt ended; the outcome as recorded.
+        """Record how an attempt ended; the outcome as recorded. Said again it changes nothing.
 
         It is ``CONTEXT_LIMIT`` where the harness ended or crashed because its last call no longer fitted,
         ``TURN_LIMIT`` where it was one too many, and ``ENGINE_LOSS`` where no cell could complete it.
@@ -161,6 +162,8 @@ class TrajectoryShard:
             await self._commit(self._store.finish_run, result)
             return result.outcome
         async with run.lock:
+            if run.result is not None and run.result.attempt == result.attempt:
+                return run.result.outcome  # what befell its last call may have been forgotten since
             log = run.log
             is_newest = log is None or log.attempt <= result.attempt
             if log is not None and log.attempt == result.attempt:
@@ -396,7 +399,7 @@ class TrajectoryShard:
     async def _load(self, run: LiveRun) -> None:
         """Have the stored calls of a run's newest attempt in hand. The run's lock is held."""
         if not run.is_loaded and run.log is not None:
-            run.load(await asyncio.to_thread(self._store.calls, run.run_id, run.log.attempt))
+            run.load(await asyncio.to_thread(self._store.calls, run.run_id, run.log.attempt), self._tag)
 
     async def _prune(self, durable_step: int) -> None:
         async with self._pruning:

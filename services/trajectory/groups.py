@@ -41,12 +41,12 @@ class LiveRun:
             return FinalRun(self.result, TrajectoryTree())
         return FinalRun(self.result, self.log.tree, self.log.roles)
 
-    def load(self, rows: Sequence[CallRow]) -> None:
-        """Take the stored calls of the newest attempt; it was in hand of a shard that is gone."""
+    def load(self, rows: Sequence[CallRow], tag: str) -> None:
+        """Take the stored calls of the newest attempt; it was in hand of a shard that is gone. ``tag``: of this one."""
         assert self.log is not None
         for row in rows:
             self.log.complete(row)
-        self.log.restarted()
+        self.log.restarted(tag)
         self.is_loaded = True
 
 

@@ -17,8 +17,6 @@ from services.trajectory.roles import Opening, RoleBook, opening_of
 from services.trajectory.tree import TrajectoryTree, TreeCall
 from services.trajectory.types import CallRecord, CallRole, TokenIds
 
-_RESTART_GAP = 10_000
-
 
 @dataclass(frozen=True, slots=True)
 class Matched:
@@ -68,6 +66,7 @@ class AttemptLog:
         self.tree = TrajectoryTree()
         self.pending: dict[str, PendingCall] = {}
         self._next_ordinal = 0
+        self._id_suffix = ""
         self._conversations = ConversationIndex()
         self._roles = RoleBook()
 
@@ -77,7 +76,7 @@ class AttemptLog:
 
     @property
     def next_call_id(self) -> str:
-        return make_call_id(RunId(self.run_id), self.attempt, self._next_ordinal)
+        return make_call_id(RunId(self.run_id), self.attempt, self._next_ordinal) + self._id_suffix
 
     @property
     def num_calls(self) -> int:
@@ -172,9 +171,12 @@ class AttemptLog:
             last_node = pending.last_node if pending else self._walk(row).nodes[-1]
             self._conversations.add(record.call_id, last_node, answer_of(record))
 
-    def restarted(self) -> None:
-        """Never again give the id of a call that was in flight when the shard went down: its answer may yet come."""
-        self._next_ordinal += _RESTART_GAP
+    def restarted(self, tag: str) -> None:
+        """Never again give the id of a call that was in flight when a shard went down: its answer may yet come.
+
+        ``tag`` tells the ids of this shard from those of all before it, of which only the stored ones are known.
+        """
+        self._id_suffix = f".{tag}"
 
     def close(self) -> None:
         """Take no further call; those in flight come too late."""
