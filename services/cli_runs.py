@@ -100,13 +100,13 @@ def runs_show(
         raise typer.BadParameter("they are for scripts: give --json too.", param_hint="--tokens")
     with _source(job, address, token) as source:
         summary, rows = source.read_calls(run_id, attempt)
-        group = source.group(summary.group_id)
+        group, score = source.group(summary.group_id), source.score(run_id)
     run = calls_of_run(rows, summary.selection if attempt in (None, summary.attempt) else None)
     if as_json:
         calls = [call_data(row, run, tokens=tokens) for row in rows]
-        _print_json({"run": asdict(summary), "group": asdict(group), "calls": calls})
+        _print_json({"run": asdict(summary), "group": asdict(group), "score": asdict(score), "calls": calls})
         return
-    show_run(_console(), summary, group, run)
+    show_run(_console(), summary, group, score, run)
 
 
 @runs_app.command("tree")

@@ -14,7 +14,7 @@ from rich.tree import Tree
 
 from services.trajectory.draw import NodeView, TreeView
 from services.trajectory.encoding import CallRow
-from services.trajectory.export import GroupFacts
+from services.trajectory.export import GroupFacts, ScoreFacts
 from services.trajectory.paths import Fate, RunCalls
 from services.trajectory.types import CallRole, RunSelection, RunSummary
 
@@ -64,13 +64,16 @@ def head_line(summary: RunSummary) -> Text:
     return line.append(f" ({summary.detail})" if summary.detail else "")
 
 
-def show_run(console: Console, summary: RunSummary, group: GroupFacts, run: RunCalls) -> None:
+def show_run(console: Console, summary: RunSummary, group: GroupFacts, score: ScoreFacts, run: RunCalls) -> None:
     """A run with every call, and the texts that were sampled."""
     console.print(head_line(summary))
     told = f"group {summary.group_id} is {group.state}" + (f": {group.reason}" if group.reason else "")
-    console.print(
-        told + ("" if group.trained_step is None else f", trained by step {group.trained_step}"), markup=False
-    )
+    if group.trained_step is not None:
+        told += f", trained by step {group.trained_step}"
+    console.print(told, markup=False, highlight=False)
+    if score.evaluated_ref or score.details:
+        details = json.dumps(score.details, ensure_ascii=False)
+        console.print(f"scored {score.evaluated_ref or 'its work'}: {details}", markup=False, highlight=False)
     for row in run.rows:
         _show_call(console, row, run)
 

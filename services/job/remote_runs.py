@@ -11,7 +11,7 @@ from services.common.errors import AccessError, MachineError
 from services.job.access import DEADLINE_S, Access
 from services.trajectory.client import TrajectoryClient
 from services.trajectory.encoding import CallRow
-from services.trajectory.export import GroupFacts
+from services.trajectory.export import GroupFacts, ScoreFacts
 from services.trajectory.store import RunFilter
 from services.trajectory.types import RunSummary
 
@@ -25,6 +25,7 @@ class RemoteSource:
         self._access = access
         self._runner = asyncio.Runner()
         self._groups: dict[str, GroupFacts] = {}
+        self._scores: dict[str, ScoreFacts] = {}
 
     def __enter__(self) -> Self:
         self._client = self._runner.run(self._connect())
@@ -46,8 +47,8 @@ class RemoteSource:
 
     def read_calls(self, run_id: str, attempt: int | None = None) -> tuple[RunSummary, Sequence[CallRow]]:
         async def collect() -> tuple[RunSummary, list[CallRow]]:
-            summary, group = await self._client.run(run_id)
-            self._groups = {summary.group_id: group}
+            summary, group, score = await self._client.run(run_id)
+            self._groups, self._scores = {summary.group_id: group}, {run_id: score}
             wanted = summary.attempt if attempt is None else attempt
             return summary, [row async for row in self._client.calls(run_id, wanted)]
 
@@ -56,6 +57,10 @@ class RemoteSource:
     def group(self, group_id: str) -> GroupFacts:
         """The group of the run that was read last."""
         return self._groups.get(group_id, GroupFacts())
+
+    def score(self, run_id: str) -> ScoreFacts:
+        """That of the run that was read last."""
+        return self._scores.get(run_id, ScoreFacts())
 
     async def _connect(self) -> TrajectoryClient:
         access = self._access

@@ -261,26 +261,55 @@ class GetRunResponse(_message.Message):
     SUMMARY_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """Of the server's job."""
     @_builtins.property
     def summary(self) -> Global___RunSummary: ...
     @_builtins.property
     def group(self) -> Global___Group: ...
+    @_builtins.property
+    def score(self) -> Global___Score: ...
     def __init__(
         self,
         *,
         summary: Global___RunSummary | None = ...,
         group: Global___Group | None = ...,
         job_id: _builtins.str = ...,
+        score: Global___Score | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "score", b"score", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "job_id", b"job_id", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "job_id", b"job_id", "score", b"score", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRunResponse: _TypeAlias = GetRunResponse  # noqa: Y015
+
+@_typing.final
+class Score(_message.Message):
+    """How a run was scored, besides its reward."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVALUATED_REF_FIELD_NUMBER: _builtins.int
+    DETAILS_JSON_FIELD_NUMBER: _builtins.int
+    evaluated_ref: _builtins.str
+    """What was evaluated, as the scorer names it."""
+    details_json: _builtins.str
+    def __init__(
+        self,
+        *,
+        evaluated_ref: _builtins.str = ...,
+        details_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details_json", b"details_json", "evaluated_ref", b"evaluated_ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Score: _TypeAlias = Score  # noqa: Y015
 
 @_typing.final
 class ListRunSummariesRequest(_message.Message):

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from services.trajectory.encoding import CallRow
-from services.trajectory.export import full_messages
+from services.trajectory.export import ScoreFacts, full_messages
 from services.trajectory.paths import Fate, RunCalls, Trajectory, trajectories_of
 from services.trajectory.types import CallRole, RunSummary
 
@@ -33,7 +33,7 @@ class AgentName:
 
 
 def atif_documents(
-    summary: RunSummary, run: RunCalls, agent: AgentName, *, selected_only: bool = False
+    summary: RunSummary, run: RunCalls, agent: AgentName, score: ScoreFacts, *, selected_only: bool = False
 ) -> dict[str, dict[str, Any]]:
     """A run as documents by file name: ``RUN.json``, ``RUN.cont-1.json`` and so on; none for a run without calls."""
     trajectories = [one for one in trajectories_of(run) if one.is_selected or not selected_only]
@@ -44,7 +44,7 @@ def atif_documents(
     others = [one for one in trajectories if one.role != CallRole.MAIN]
     if not main:
         main, others = others[:1], others[1:]
-    maker = _Maker(summary, run, agent)
+    maker = _Maker(summary, run, agent, score)
     documents = [maker.document(one) for one in main]
     embedded = [maker.document(one) for one in others]
     names = [f"{summary.run_id}.json", *(f"{summary.run_id}.cont-{at}.json" for at in range(1, len(documents)))]
@@ -58,8 +58,8 @@ def atif_documents(
 class _Maker:
     """Makes the documents of one run; a call's own step is in the first of them that holds it."""
 
-    def __init__(self, summary: RunSummary, run: RunCalls, agent: AgentName) -> None:
-        self._summary, self._run, self._agent = summary, run, agent
+    def __init__(self, summary: RunSummary, run: RunCalls, agent: AgentName, score: ScoreFacts) -> None:
+        self._summary, self._run, self._agent, self._score = summary, run, agent, score
         self._given: set[str] = set()
 
     def document(self, trajectory: Trajectory) -> dict[str, Any]:
@@ -91,6 +91,8 @@ class _Maker:
                 "outcome": None if summary.outcome is None else str(summary.outcome),
                 "reward": summary.reward,
                 "advantage": summary.advantage,
+                "evaluated_ref": self._score.evaluated_ref,
+                "score_details": self._score.details,
                 "n_run": 0 if self._run.selection is None else self._run.selection.num_targets,
                 "role": str(trajectory.role),
                 "is_selected": trajectory.is_selected,

@@ -14,7 +14,7 @@ from services.common.grpc import DEFAULT_DEADLINE_S, channel, error_from_status
 from services.common.types import VersionSpan
 from services.pb import trajectory_pb2, trajectory_pb2_grpc
 from services.trajectory.encoding import CallRow
-from services.trajectory.export import UNFINISHED, GroupFacts
+from services.trajectory.export import UNFINISHED, GroupFacts, ScoreFacts
 from services.trajectory.outcome import Outcome
 from services.trajectory.paths import Fate
 from services.trajectory.store import RunFilter
@@ -65,12 +65,13 @@ class TrajectoryClient:
         self._channel = channel(address, token, deadline_s)
         self._stub: Any = trajectory_pb2_grpc.TrajectoryServiceStub(self._channel)
 
-    async def run(self, run_id: str) -> tuple[RunSummary, GroupFacts]:
-        """A run and its group."""
+    async def run(self, run_id: str) -> tuple[RunSummary, GroupFacts, ScoreFacts]:
+        """A run, its group, and how it was scored."""
         request = trajectory_pb2.GetRunRequest(job_id=self.job_id, run_id=run_id)
         answer = await _call(self._stub.GetRun(request))
         self.job_id = answer.job_id
-        return summary_from_pb(answer.summary), group_from_pb(answer.group)
+        score = ScoreFacts(answer.score.evaluated_ref, json.loads(answer.score.details_json or "{}"))
+        return summary_from_pb(answer.summary), group_from_pb(answer.group), score
 
     async def summaries(self, filters: RunFilter | None = None, page_size: int = 0) -> AsyncIterator[RunSummary]:
         """Runs in order of dispatch, page by page; ``filters.limit`` is not looked at."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,18 @@ class GroupFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreFacts:
+    """What a row says of how its run was scored, besides the reward."""
+
+    evaluated_ref: str = ""
+    """What was evaluated, as the scorer names it."""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+_NO_SCORE = ScoreFacts()
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectoryRow:
     """One trajectory. Arrays have one length: that of the path from the first token to the last."""
 
@@ -99,6 +111,8 @@ class TrajectoryRow:
     advantage: float | None
     wall_s: float | None
     detail: str
+    evaluated_ref: str
+    score_details: dict[str, Any]
     trajectory: int
     """Position among the run's trajectories."""
     num_trajectories: int
@@ -127,7 +141,13 @@ class TrajectoryRow:
 
 
 def rows_of_run(
-    job_id: str, summary: RunSummary, run: RunCalls, group: GroupFacts, *, selected_only: bool = False
+    job_id: str,
+    summary: RunSummary,
+    run: RunCalls,
+    group: GroupFacts,
+    score: ScoreFacts = _NO_SCORE,
+    *,
+    selected_only: bool = False,
 ) -> Iterator[TrajectoryRow]:
     """The rows of a run, one by one: flattened, a branching run may be many times as large.
 
@@ -140,9 +160,9 @@ def rows_of_run(
         targets = _targets(one, run.selection) - given
         given |= targets
         if one.is_selected or not selected_only:
-            yield _row(job_id, summary, run, group, one, len(trajectories), targets)
+            yield _row(job_id, summary, run, group, score, one, len(trajectories), targets)
     if not trajectories and not selected_only:
-        yield _row(job_id, summary, run, group, None, 0, set())
+        yield _row(job_id, summary, run, group, score, None, 0, set())
 
 
 def _targets(trajectory: Trajectory, selection: RunSelection | None) -> set[str]:
@@ -156,6 +176,7 @@ def _row(
     summary: RunSummary,
     run: RunCalls,
     group: GroupFacts,
+    score: ScoreFacts,
     trajectory: Trajectory | None,
     num_trajectories: int,
     targets: set[str],
@@ -177,6 +198,8 @@ def _row(
         advantage=_finite(summary.advantage),
         wall_s=summary.wall_s,
         detail=summary.detail,
+        evaluated_ref=score.evaluated_ref,
+        score_details=score.details,
         trajectory=0 if trajectory is None else trajectory.index,
         num_trajectories=num_trajectories,
         role="" if trajectory is None else str(trajectory.role),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.common.errors import NotFoundError
 from services.trajectory.atif import AgentName, atif_documents
-from services.trajectory.export import ExportFilter, GroupFacts, rows_of_run, wanted
+from services.trajectory.export import ExportFilter, GroupFacts, ScoreFacts, rows_of_run, wanted
 from services.trajectory.files import Format, JsonlWriter, ParquetWriter, RowWriter, json_bytes, new_file, new_folder
 from services.trajectory.paths import RunCalls, calls_of_run
 from services.trajectory.source import RunSource
@@ -58,7 +58,7 @@ def export_runs(
     return report
 
 
-_Take = Callable[[RunSummary, RunCalls, GroupFacts], None]
+_Take = Callable[[RunSummary, RunCalls, GroupFacts, ScoreFacts], None]
 
 
 def _taker(
@@ -67,8 +67,8 @@ def _taker(
     """What takes the runs one by one, and what ends the output."""
     if kind is Format.ATIF:
 
-        def write_documents(summary: RunSummary, run: RunCalls, group: GroupFacts) -> None:
-            documents = atif_documents(summary, run, agent, selected_only=filters.selected_only)
+        def write_documents(summary: RunSummary, run: RunCalls, group: GroupFacts, score: ScoreFacts) -> None:
+            documents = atif_documents(summary, run, agent, score, selected_only=filters.selected_only)
             for name, document in documents.items():
                 (part / name).write_bytes(json_bytes(document))
                 report.num_trajectories += 1 + len(document.get("subagent_trajectories", ()))
@@ -78,8 +78,8 @@ def _taker(
         return write_documents, lambda: None
     writer: RowWriter = JsonlWriter(part) if kind is Format.JSONL else ParquetWriter(part)
 
-    def write_rows(summary: RunSummary, run: RunCalls, group: GroupFacts) -> None:
-        for row in rows_of_run(job_id, summary, run, group, selected_only=filters.selected_only):
+    def write_rows(summary: RunSummary, run: RunCalls, group: GroupFacts, score: ScoreFacts) -> None:
+        for row in rows_of_run(job_id, summary, run, group, score, selected_only=filters.selected_only):
             writer.write([row])
             report.num_trajectories += bool(row.calls)
             report.num_tokens += len(row.token_ids)
@@ -91,9 +91,9 @@ def _taker(
 def _export(source: RunSource, listed: RunSummary, take: _Take, report: ExportReport) -> None:
     try:
         summary, calls = source.read_calls(listed.run_id)
-        group = source.group(summary.group_id)
+        group, score = source.group(summary.group_id), source.score(listed.run_id)
     except NotFoundError:
         report.skipped.append(listed.run_id)
         return
-    take(summary, calls_of_run(calls, summary.selection), group)
+    take(summary, calls_of_run(calls, summary.selection), group, score)
     report.num_runs += 1

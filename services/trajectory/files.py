@@ -41,11 +41,12 @@ class RowWriter(Protocol):
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
-    """JSON in UTF-8. Lone surrogates, which harnesses may send, are escaped."""
+    """JSON in UTF-8. Harnesses may send lone surrogates, which are escaped, and numbers that are none: null."""
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
+        return json.dumps(finite, separators=(",", ":")).encode()
 
 
 class JsonlWriter:
@@ -129,7 +130,7 @@ PARQUET_SCHEMA = pa.schema(
         _number("attempt", pa.int32()),
         pa.field("outcome", pa.string()),
         *(_number(name, pa.float64(), nullable=True) for name in ("reward", "advantage", "wall_s")),
-        _text("detail"),
+        *(_text(name) for name in ("detail", "evaluated_ref", "score_details")),
         *(_number(name, pa.int32()) for name in ("trajectory", "num_trajectories")),
         _text("role"),
         _number("is_selected", pa.bool_()),
@@ -147,7 +148,8 @@ PARQUET_SCHEMA = pa.schema(
     ],
     metadata={"tidegate.schema": SCHEMA},
 )
-"""The columns of a Parquet export. ``tools`` and what harnesses shape freely are JSON texts."""
+"""The columns of a Parquet export. What harnesses and scorers shape freely are JSON texts."""
+_JSON_TEXTS = ("tools", "score_details")
 
 
 class ParquetWriter:
@@ -178,8 +180,8 @@ class ParquetWriter:
     def _column(self, field: pa.Field) -> pa.Array:
         if field.name == "schema":
             values: list[Any] = [SCHEMA] * len(self._rows)
-        elif field.name == "tools":
-            values = [json.dumps(row.tools) for row in self._rows]
+        elif field.name in _JSON_TEXTS:
+            values = [json.dumps(getattr(row, field.name)) for row in self._rows]
         elif field.name == "group":
             values = [asdict(row.group) for row in self._rows]
         else:
@@ -261,8 +263,9 @@ def _parquet_row(batch: pa.RecordBatch, at: int) -> dict[str, Any]:
             row[name] = value.as_py()
     if isinstance(row.get("messages"), list):
         row["messages"] = [_without_nulls(message) for message in row["messages"]]
-    with contextlib.suppress(ValueError, TypeError):
-        row["tools"] = json.loads(row["tools"])
+    for name in _JSON_TEXTS:
+        with contextlib.suppress(ValueError, TypeError):
+            row[name] = json.loads(row[name])
     return row
 
 

@@ -25,6 +25,7 @@ from services.trajectory.rebuild import RebuiltRun, RunBuilder
 from services.trajectory.rows import RunCheck
 from services.trajectory.source import StoreSource
 from services.trajectory.store import GroupState, RunFilter, Store, StoreConfig
+from services.trajectory.store.writer import LOCATION_FILE
 from services.trajectory.types import GroupResult, GroupSpec, LossReason, RunSelection
 
 _STORE = "trajectory"
@@ -141,6 +142,9 @@ def _refuse_known(file: Path, into: Path, groups: dict[str, _Group]) -> None:
     """A group that is stored already would be replaced by one of the same id, its other runs lost."""
     if into.exists() and not into.is_dir():
         raise ConfigError(f"{into} is no folder.", "Name a folder, or one that is to be made.")
+    location = into / _STORE / LOCATION_FILE
+    if location.exists() and json.loads(location.read_text(encoding="utf-8"))["url"]:
+        raise ConfigError(f"the runs of {into} are stored elsewhere, see {location}.", "Import into another folder.")
     try:
         stored = {run.group_id for run in StoreSource(into).list_runs(RunFilter())}
     except NotFoundError:

@@ -64,7 +64,19 @@ class RunBuilder:
         result = None
         if first.outcome is not None:
             wall_s, outcome = first.wall_s or 0.0, Outcome(first.outcome)
-            result = RunResult(first.run_id, first.attempt, outcome, first.reward, wall_s, 0.0, 0.0, None, first.detail)
+            result = RunResult(
+                run_id=first.run_id,
+                attempt=first.attempt,
+                outcome=outcome,
+                reward=first.reward,
+                wall_s=wall_s,
+                harness_s=0.0,
+                verifier_s=0.0,
+                exit_code=None,
+                detail=first.detail,
+                evaluated_ref=first.evaluated_ref,
+                score_details=first.score_details,
+            )
         return RebuiltRun(
             run_id=first.run_id,
             attempt=first.attempt,

@@ -120,6 +120,8 @@ class _Row(_Model):
     advantage: FiniteFloat | None
     wall_s: FiniteFloat | None
     detail: str
+    evaluated_ref: str
+    score_details: dict[str, Any]
     trajectory: NonNegativeInt
     num_trajectories: NonNegativeInt
     role: Annotated[str, _one_of(CallRole)]
@@ -248,7 +250,7 @@ def _short(value: Any) -> str:
 
 _RUN_FIELDS = (
     "job_id", "group_id", "group", "task_name", "is_eval", "attempt", "outcome", "reward", "advantage", "wall_s",
-    "detail", "num_trajectories", "n_run", "selection",
+    "detail", "evaluated_ref", "score_details", "num_trajectories", "n_run", "selection",
 )  # fmt: skip
 """What all rows of a run have alike."""
 

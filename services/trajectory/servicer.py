@@ -21,7 +21,7 @@ from services.common.grpc import errors_as_status, stream_errors_as_status
 from services.common.ids import RunId, group_of
 from services.pb import common_pb2, records_pb2, trajectory_pb2, trajectory_pb2_grpc
 from services.trajectory.encoding import CallRow
-from services.trajectory.export import GroupFacts
+from services.trajectory.export import GroupFacts, ScoreFacts
 from services.trajectory.paths import RunCalls, calls_of_run, trajectories_of
 from services.trajectory.source import RunSource, StoreSource, filter_of
 from services.trajectory.store import RunFilter
@@ -63,7 +63,12 @@ class TrajectoryServicer(trajectory_pb2_grpc.TrajectoryServiceServicer):
         def read(source: RunSource) -> trajectory_pb2.GetRunResponse:
             summary = _summary_of(source, request.run_id)
             group = group_to_pb(source.group(summary.group_id))
-            return trajectory_pb2.GetRunResponse(summary=summary_to_pb(summary), group=group, job_id=self._job_id)
+            return trajectory_pb2.GetRunResponse(
+                summary=summary_to_pb(summary),
+                group=group,
+                job_id=self._job_id,
+                score=score_to_pb(source.score(request.run_id)),
+            )
 
         return await self._read(read)
 
@@ -236,6 +241,10 @@ def group_to_pb(group: GroupFacts) -> trajectory_pb2.Group:
 
 def _calls_to_pb(rows: Sequence[CallRow]) -> list[trajectory_pb2.Call]:
     return [call_to_pb(row) for row in rows]
+
+
+def score_to_pb(score: ScoreFacts) -> trajectory_pb2.Score:
+    return trajectory_pb2.Score(evaluated_ref=_text(score.evaluated_ref), details_json=json.dumps(score.details))
 
 
 def call_to_pb(row: CallRow) -> trajectory_pb2.Call:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from services.common.errors import NotFoundError
 from services.trajectory.encoding import CallRow
-from services.trajectory.export import UNFINISHED, GroupFacts, check_outcome
+from services.trajectory.export import UNFINISHED, GroupFacts, ScoreFacts, check_outcome
 from services.trajectory.outcome import Outcome
 from services.trajectory.store import RunFilter, StoredGroup, reader_of_job
 from services.trajectory.types import RunSummary
@@ -30,6 +30,10 @@ class RunSource(Protocol):
         ...
 
     def group(self, group_id: str) -> GroupFacts: ...
+
+    def score(self, run_id: str) -> ScoreFacts:
+        """How the newest attempt of a run was scored."""
+        ...
 
 
 class StoreSource:
@@ -54,6 +58,10 @@ class StoreSource:
         if attempt is not None and attempt > summary.attempt:
             raise NotFoundError(f"run {run_id} has no attempt {attempt}.", f"Its newest is {summary.attempt}.")
         return summary, rows
+
+    def score(self, run_id: str) -> ScoreFacts:
+        result = self._reader.run_result(run_id)
+        return ScoreFacts() if result is None else ScoreFacts(result.evaluated_ref, dict(result.score_details))
 
     def group(self, group_id: str) -> GroupFacts:
         return facts_of(self._reader.group(group_id))

@@ -109,6 +109,7 @@ def test_a_run_is_shown_with_every_call(job: Path) -> None:
     output = done("show", RICH)
     assert output.startswith(f"{RICH} task: finished, reward 1.000, advantage 0.707 (as it went)")
     assert "group g000000 is ready, trained by step 7" in output
+    assert 'scored commit 3f2a: {"tests": {"passed": 3}}' in output
     assert "main, superseded: 39 prompt tokens (39 new), 17 sampled (17 at version 3), stop, on cell-1" in output
     assert "abandoned answer" in output
 
@@ -116,6 +117,7 @@ def test_a_run_is_shown_with_every_call(job: Path) -> None:
 def test_a_shown_run_is_json_for_scripts(job: Path) -> None:
     shown = json.loads(done("show", RICH, "--json"))
     assert shown["group"]["state"] == "ready"
+    assert shown["score"] == {"evaluated_ref": "commit 3f2a", "details": {"tests": {"passed": 3}}}
     assert len(shown["calls"]) == 8
     assert shown["calls"][0]["fate"] == "superseded"
     assert shown["calls"][0]["output_text"] == "abandoned answer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from services.proxy.types import CanonicalRequest, Message
@@ -51,7 +52,8 @@ async def rich_run(shard: TrajectoryShard, run_id: str = RICH) -> None:
     )
     await say(request(*conversation(main, f"go on from this: {SUMMARY}")), "all is done", version=5)
     await shard.close_attempt(run_id, 0)
-    await shard.finish_run(make_result(run_id, 1.0))
+    scored = replace(make_result(run_id, 1.0), evaluated_ref="commit 3f2a", score_details={"tests": {"passed": 3}})
+    await shard.finish_run(scored)
 
 
 async def long_run(shard: TrajectoryShard, run_id: str, num_calls: int) -> None:
@@ -65,12 +67,16 @@ async def long_run(shard: TrajectoryShard, run_id: str, num_calls: int) -> None:
     await shard.finish_run(make_result(run_id, 0.0))
 
 
-async def make_job(folder: Path, *, max_trajectories: int | None = 3, close: bool = True) -> TrajectoryShard:
-    """Four groups: a ready one (rich and long run), one lost for equal rewards, a held-out one, an unfinished one."""
+def _write_job(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     command = ["/opt/harness/mini-swe-agent", "run"]
     config = {"name": "policy", "rollout": {"harness": {"command": command}}}
     (folder / "job.json").write_text(json.dumps({"job_id": JOB_ID, "config": config}))
+
+
+async def make_job(folder: Path, *, max_trajectories: int | None = 3, close: bool = True) -> TrajectoryShard:
+    """Four groups: a ready one (rich and long run), one lost for equal rewards, a held-out one, an unfinished one."""
+    _write_job(folder)
     config = TrajectoryConfig(max_trajectories=max_trajectories)
     shard = open_shard(folder / "trajectory", config=config)
     for index, is_eval in enumerate((False, False, True, False)):

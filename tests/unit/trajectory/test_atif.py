@@ -13,7 +13,7 @@ import pytest
 
 from services.trajectory.atif import AgentName, atif_documents
 from services.trajectory.encoding import CallRow
-from services.trajectory.export import ExportFilter
+from services.trajectory.export import ExportFilter, ScoreFacts
 from services.trajectory.exporting import export_runs
 from services.trajectory.files import Format
 from services.trajectory.paths import calls_of_run
@@ -115,14 +115,14 @@ def with_request(row: CallRow, request: dict[str, Any]) -> CallRow:
 
 def documents_of(rows: list[CallRow], selection: RunSelection | None) -> dict[str, dict[str, Any]]:
     run = calls_of_run(rows, selection)
-    return atif_documents(summary_of(selection=selection), run, AgentName())
+    return atif_documents(summary_of(selection=selection), run, AgentName(), ScoreFacts())
 
 
 def test_only_selected_paths_are_exported_where_that_is_asked_for() -> None:
     calls = [make_call("a", None, [1], [2]), make_call("b", None, [9], [3], ordinal=1)]
     selection = selected("b", "b", num_targets=1)
     run = calls_of_run(rows_for(calls), selection)
-    found = atif_documents(summary_of(selection=selection), run, AgentName(), selected_only=True)
+    found = atif_documents(summary_of(selection=selection), run, AgentName(), ScoreFacts(), selected_only=True)
     ((_, document),) = found.items()
     assert [step["extra"]["call_id"] for step in call_steps(document)] == ["b"]
-    assert atif_documents(summary_of(), calls_of_run([], None), AgentName()) == {}
+    assert atif_documents(summary_of(), calls_of_run([], None), AgentName(), ScoreFacts()) == {}

@@ -14,7 +14,6 @@ from services.trajectory.tree import TreeCall as Call
 from services.trajectory.types import CallRecord, CallRole, RunSelection
 from tests.unit.trajectory.trees import make_call, tree_calls, unhurried
 
-
 TASK = {"role": "user", "content": "do it", "reasoning": "", "tool_calls": [], "tool_call_id": ""}
 
 

@@ -333,6 +333,18 @@ def test_progress_is_told_run_by_run(job: Path, tmp_path: Path) -> None:
     assert told == [(done, 8) for done in range(1, 9)]
 
 
+@pytest.mark.parametrize("writer", [JsonlWriter, ParquetWriter])
+def test_numbers_that_are_none_do_not_stop_an_export(tmp_path: Path, writer: type[RowWriter]) -> None:
+    (call,) = rows_for([make_call("a", None, [1], [5])])
+    request = {**call.record.request, "tools": [{"name": "odd", "limit": math.nan}]}
+    odd = replace(call, record=replace(call.record, request=request))
+    opened = writer(tmp_path / "out")  # type: ignore[call-arg]
+    opened.write(list(rows_of_run(JOB_ID, summary_of(), calls_of_run([odd], None), GroupFacts())))
+    opened.close()
+    ((_, row),) = read_rows(tmp_path / "out")
+    assert row.tools[0]["name"] == "odd"
+
+
 @pytest.mark.parametrize(("writer", "text"), [(JsonlWriter, "half \ud83d"), (ParquetWriter, "half ?")])
 def test_lone_surrogates_of_a_harness_do_not_stop_an_export(tmp_path: Path, writer: type[RowWriter], text: str) -> None:
     (call,) = rows_for([make_call("a", None, [1], [5])])

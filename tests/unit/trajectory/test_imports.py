@@ -250,6 +250,27 @@ def test_an_import_that_fails_while_writing_leaves_nothing(
     assert {run.group_id for run in StoreSource(into).list_runs(RunFilter())} == {"g000003"}
 
 
+def test_a_folder_whose_runs_are_in_a_database_is_refused(exported: Path, tmp_path: Path) -> None:
+    store = tmp_path / "job" / "trajectory"
+    store.mkdir(parents=True)
+    (store / "store.json").write_text('{"url": "postgresql://somebody@db/runs", "job_id": "job"}')
+    with pytest.raises(ConfigError, match="stored elsewhere"):
+        import_file(exported / "out.jsonl", tmp_path / "job")
+    assert [path.name for path in store.iterdir()] == ["store.json"]
+
+
+def test_an_attempt_keeps_its_number(exported: Path, tmp_path: Path) -> None:
+    def number(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row["attempt"] = 2
+
+    import_file(rewritten(exported / "out.jsonl", tmp_path / "file", number), tmp_path / "imported")
+    source = StoreSource(tmp_path / "imported")
+    assert {run.attempt for run in source.list_runs(RunFilter())} == {2}
+    assert len(source.read_calls(RICH, 2)[1]) == 8
+    assert source.read_calls(RICH, 1)[1] == []
+
+
 def test_a_place_that_cannot_be_written_is_refused(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is no folder"):

@@ -70,12 +70,14 @@ async def listed(client: TrajectoryClient, page_size: int = 0, **filters: Any) -
 
 
 async def test_a_run_comes_with_its_group_and_selection(job: Job) -> None:
-    summary, group = await job.client.run(RICH)
+    summary, group, score = await job.client.run(RICH)
     (stored_run,) = [run for run in StoreSource(job.folder).list_runs(RunFilter()) if run.run_id == RICH]
     assert summary == stored_run
     assert summary.selection is not None
     assert summary.selection.num_targets > 0
     assert group == StoreSource(job.folder).group("g000000")
+    assert score == StoreSource(job.folder).score(RICH)
+    assert score.details == {"tests": {"passed": 3}}
     assert job.client.job_id == JOB_ID
 
 
