@@ -33,6 +33,14 @@ test-scheduler: setup  ## The scheduler's state machine under 100,000 random eve
 bench-elastic: setup  ## Elastic scheduling against the published figures (a minute)
 	$(BIN)/python -m benchmarks.elastic
 
+.PHONY: test-trajectory
+test-trajectory: setup  ## What must hold for every trajectory tree, on many more of them (some minutes)
+	TIDEGATE_EXAMPLES=1000 $(BIN)/python -m pytest tests/unit/trajectory/test_invariance.py tests/unit/trajectory/test_select.py tests/unit/trajectory/test_tree.py tests/unit/trajectory/test_microstep.py
+
+.PHONY: bench-trajectory
+bench-trajectory: setup  ## Taking in, selecting and storing a run of a million tokens (a minute)
+	$(BIN)/python -m benchmarks.trajectory
+
 .PHONY: lint
 lint: setup  ## Style, import contracts, freshness of generated code
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,11 @@ from services.trajectory.microstep import ScoredRun
 from services.trajectory.select import select
 from services.trajectory.tree import TrajectoryTree, TreeCall
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=int(os.environ.get("TIDEGATE_EXAMPLES", "100")),
+)
 """For property tests: a busy machine is no failure."""
 
 
