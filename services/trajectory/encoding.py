@@ -71,7 +71,7 @@ def columns_of(row: CallRow) -> dict[str, Any]:
         "prompt": _pack(np.asarray(row.new_prompt_ids, dtype="<i4")),
         "output": _pack(np.asarray(record.output_ids, dtype="<i4")),
         "logprobs": _pack(np.asarray(record.logprobs, dtype="<f4")),
-        "request": zlib.compress(_request_json(row), 6),
+        "request": zlib.compress(_request_json(row), 1),
         "rest": json.dumps(_rest(row)),
     }
 

@@ -1,8 +1,10 @@
-"""A process that writes to a store until it is killed, for ``test_store_kill``."""
+"""Processes that write to a store until they are killed, for ``test_store_kill``."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import os
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -11,13 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from services.common.types import VersionSpan
+from services.trajectory.config import TrajectoryConfig
 from services.trajectory.encoding import CallRow
 from services.trajectory.store import Store, StoreConfig
 from tests.unit.trajectory.stores import make_row
-from tests.unit.trajectory.world import make_result, make_spec
+from tests.unit.trajectory.world import ask, call, make_result, make_spec, open_shard
 
 NUM_RUNS = 4
-CALLS_OF_A_RUN = 12
+CALLS_OF_A_RUN = 5
 
 
 def expected_row(run_id: str, index: int, parent: CallRow | None) -> CallRow:
@@ -57,3 +60,22 @@ def write_for_ever(config: StoreConfig, job_id: str, folder: str, generation: in
         for run_id in spec.run_ids:
             store.finish_run(make_result(run_id, 1.0))
             store.seal_run(run_id, 0)
+
+
+def call_for_ever(config: StoreConfig, job_id: str, folder: str, generation: int, told: Connection) -> None:
+    """A shard whose runs make calls, each run one after the other; each call that it acknowledged is told."""
+
+    async def work() -> None:
+        shard = open_shard(Path(folder), config=TrajectoryConfig(store=config), max_model_len=1 << 30)
+        spec = make_spec(num_runs=NUM_RUNS)
+        await shard.open_group(spec)
+
+        async def run(run_id: str) -> None:
+            key = await shard.open_attempt(run_id, 0)
+            while True:
+                ticket = await call(shard, run_id, key, ask("start"), f"{os.getpid()}")
+                told.send_bytes(f"{ticket.call_id} {os.getpid()}".encode())
+
+        await asyncio.gather(*(run(run_id) for run_id in spec.run_ids))
+
+    asyncio.run(work())

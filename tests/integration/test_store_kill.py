@@ -8,16 +8,15 @@ import os
 import random
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from services.common.errors import NotFoundError
 from services.trajectory.encoding import CallRow
-from services.trajectory.store.reading import refs_in_use
-from tests.integration.store_writer import expected_row, write_for_ever
+from services.trajectory.store.reading import refs_in_use, unsealed_attempts
+from tests.integration.store_writer import call_for_ever, expected_row, write_for_ever
 from tests.services import PostgresServer
 from tests.unit.trajectory.stores import Place
 from tests.waiting import wait_until
@@ -27,26 +26,38 @@ NUM_KILLS = 24
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    found = Place(tmp_path)
+    found = Place(tmp_path, job_id="job")
     if request.param == "postgresql":
         server: PostgresServer = request.getfixturevalue("postgres")
-        found.url = server.url()
+        found.url = server.new_database()
     yield found
     found.close()
 
 
-def told_before_it_died(receiver: Connection, kill_after: int, pid: int) -> set[str]:
+def told_until_killed(target: Callable[..., None], place: Place, generation: int, kill_after: int) -> set[str]:
     """What a process told to be durable; it is killed once it has told so much."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.integration.store_writer", "services.common.metrics"])
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (place.config(), place.job_id, str(place.folder), generation, sender)
+    process = context.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    sender.close()
+    assert process.pid is not None
     told: set[str] = set()
     try:
         while len(told) < kill_after:
             assert receiver.poll(60)
             told.add(receiver.recv_bytes().decode())
-        os.kill(pid, signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
         while True:
             told.add(receiver.recv_bytes().decode())
     except (EOFError, OSError):  # OSError: it died in the middle of telling
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         return told
+    finally:
+        receiver.close()
 
 
 def check(place: Place, told: set[str]) -> int:
@@ -74,21 +85,10 @@ def check(place: Place, told: set[str]) -> int:
 
 
 def test_kill_9_at_any_moment_loses_nothing_that_was_durable(place: Place) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.integration.store_writer", "services.common.metrics"])
     moments = random.Random(4)
     told: set[str] = set()
     for kill in range(NUM_KILLS):
-        receiver, sender = context.Pipe(duplex=False)
-        arguments = (place.config(), place.job_id, str(place.folder), kill, sender)
-        process = context.Process(target=write_for_ever, args=arguments, daemon=True)
-        process.start()
-        sender.close()
-        assert process.pid is not None
-        of_this_one = told_before_it_died(receiver, moments.randrange(1, 90), process.pid)
-        process.join()
-        receiver.close()
-        assert process.exitcode == -signal.SIGKILL
+        of_this_one = told_until_killed(write_for_ever, place, kill, moments.randrange(1, 90))
         assert check(place, of_this_one) >= len(of_this_one)
         told |= of_this_one
     assert check(place, told) >= len(told) > NUM_KILLS
@@ -99,10 +99,29 @@ def test_kill_9_at_any_moment_loses_nothing_that_was_durable(place: Place) -> No
     with pytest.raises(NotFoundError):
         place.reader().read_run("g999999-r0")
 
-    def in_use() -> set[str]:
+    def is_tidy() -> bool:
+        """All that ended is sealed, and there is no object that nothing refers to."""
         with store._reading() as db:
-            return refs_in_use(db, store.scope)
+            return not unsealed_attempts(db, store.scope) and refs_in_use(db, store.scope) == set(store.objects.refs())
 
-    wait_until(lambda: set(store.objects.refs()) == in_use(), 30)
-    assert len(in_use()) > 4
+    wait_until(is_tidy, 60)
+    assert len(store.objects.refs()) == sum(one.outcome is not None for one in summaries) > 4
     assert check(place, told) >= len(told)
+
+
+def test_kill_9_of_a_shard_loses_no_acknowledged_call(place: Place) -> None:
+    """Each time the shard takes its runs up where they were."""
+    moments = random.Random(5)
+    told: dict[str, str] = {}
+    for kill in range(20):
+        for line in told_until_killed(call_for_ever, place, kill, moments.randrange(1, 40)):
+            call_id, _, text = line.partition(" ")
+            assert call_id not in told
+            told[call_id] = text
+        stored: dict[str, str] = {}
+        for summary in place.reader().list_runs():
+            calls = place.reader().read_run(summary.run_id)[1]
+            stored |= {one.call_id: one.output_text for one in calls}
+            assert len({one.call_id for one in calls}) == len(calls) == summary.num_calls
+        assert {call_id: stored.get(call_id) for call_id in told} == told
+    assert len(told) >= 20

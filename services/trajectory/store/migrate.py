@@ -1,17 +1,13 @@
-"""Bring a store's schema up to date. Revisions are in ``migrations/versions``; alembic runs them in one transaction.
-
-``python -m services.trajectory.store.migrate FOLDER_OR_URL`` migrates a store whose job is over, to have it read.
-"""
+"""Bring a store's schema up to date. Revisions are in ``migrations/versions``; alembic runs them in one transaction."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 
 import sqlalchemy as sa
 
-from services.common.errors import ConfigError, TidegateError
+from services.common.errors import ConfigError
 from services.trajectory.store.dialect import (
     first_line,
     lock_file,
@@ -58,7 +54,7 @@ def check_readable(connection: sa.Connection, name: str) -> bool:
     if 0 < found < SCHEMA_VERSION:
         raise ConfigError(
             f"{name} has the schema version {found}; this Tidegate reads version {SCHEMA_VERSION}.",
-            "Bring it up to date: python -m services.trajectory.store.migrate FOLDER_OR_URL",
+            "Bring it up to date: python -m services.trajectory.store migrate FOLDER_OR_URL",
         )
     return found == SCHEMA_VERSION
 
@@ -112,21 +108,3 @@ def migrate_file(path: Path) -> None:
             if schema_version(connection, str(path)) == SCHEMA_VERSION:
                 return
     migrate(sqlite_engine(path, read_only=False), str(path))
-
-
-def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m services.trajectory.store.migrate FOLDER_OR_URL", file=sys.stderr)
-        return 2
-    try:
-        names = migrate_store(arguments[0])
-    except TidegateError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    for name in names:
-        print(f"{name} has the schema version {SCHEMA_VERSION}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -57,7 +57,11 @@ def make_row(index: int, parent: CallRow | None = None, run_id: str = RUN, attem
         "run_id": run_id,
         "attempt": attempt,
         "parent_call_id": None if parent is None else parent.record.call_id,
-        "request": {"dialect": "openai_chat", "messages": [{"content": one} for one in contents], "tools": [{"a": 1}]},
+        "request": {
+            "dialect": "openai_chat",
+            "messages": [{"role": "user", "content": one} for one in contents],
+            "tools": [{"a": 1}],
+        },
         "prompt_ids": np.empty(0, dtype=np.int32),
         "output_ids": np.asarray([*map(ord, text)], dtype=np.int32),
         "logprobs": np.linspace(-1, -0.1, len(text), dtype=np.float32),

@@ -143,8 +143,8 @@ def test_readers_refuse_the_first_schema_and_say_how_to_migrate(tmp_path: Path) 
     with pytest.raises(ConfigError, match="schema version 1") as caught:
         list_runs(str(tmp_path))
     assert path.read_bytes() == before
-    command = caught.value.hint.partition("python -m ")[2].split()[0]
-    done = subprocess.run([sys.executable, "-m", command, str(tmp_path)], check=True, capture_output=True, text=True)
+    command = caught.value.hint.partition("python ")[2].replace("FOLDER_OR_URL", str(tmp_path)).split()
+    done = subprocess.run([sys.executable, *command], check=True, capture_output=True, text=True)
     assert done.stdout == f"{path} has the schema version {SCHEMA_VERSION}\n"
     assert len(list_runs(str(tmp_path))) == 6
 
