@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import parse_qs, urlsplit
+
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
@@ -22,7 +24,8 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str = ""
-    """Empty: SQLite files in the job's folder. `sqlite:///FOLDER`, or `postgresql://USER@HOST/DATABASE`."""
+    """Empty: SQLite files in the job's folder. `sqlite:///FOLDER`, or `postgresql://USER@HOST/DATABASE` (its password
+    comes from `~/.pgpass` or `PGPASSWORD`)."""
     blob_url: str = ""
     """Objects with the calls of ended attempts. Empty: the folder `blobs` in the job's store folder. `file:///FOLDER`,
     or `s3://BUCKET/PREFIX`, with `?region=...` or `?endpoint_override=HOST:PORT&scheme=http`."""
@@ -38,11 +41,19 @@ class StoreConfig(BaseModel):
     def _names_a_database(cls, url: str) -> str:
         if url and not url.startswith(("sqlite:///", "postgresql://", "postgres://", "postgresql+psycopg://")):
             raise ValueError("give sqlite:///FOLDER or postgresql://USER@HOST/DATABASE")
-        return url
+        return _without_secret(url, "put it into ~/.pgpass or PGPASSWORD")
 
     @field_validator("blob_url")
     @classmethod
     def _names_a_place(cls, url: str) -> str:
         if url and not url.startswith(("file:///", "s3://")):
             raise ValueError("give file:///FOLDER or s3://BUCKET/PREFIX")
-        return url
+        return _without_secret(url, "put it into AWS_SECRET_ACCESS_KEY, or give the machine a role")
+
+
+def _without_secret(url: str, where: str) -> str:
+    """The URL; ``ValueError`` if it holds a secret, for configurations are kept and sent on."""
+    parts = urlsplit(url)
+    if parts.password is not None or "password" in parse_qs(parts.query) or "secret_key" in parse_qs(parts.query):
+        raise ValueError(f"leave the password out of the URL, for a job's configuration is kept; {where}")
+    return url

@@ -129,7 +129,7 @@ def open_reader(store: str, job_id: str | None = None) -> StoreReader:
     location = folder / LOCATION_FILE
     if location.exists():
         given = json.loads(location.read_text(encoding="utf-8"))
-        if given["url"].startswith("postgresql"):
+        if given["url"].startswith("postgres"):
             return _database_reader(given["url"], given["job_id"])
         folder = folder_of(given["url"], folder)
     return _folder_reader(folder)

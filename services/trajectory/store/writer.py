@@ -296,12 +296,8 @@ def folder_of(url: str, default_dir: Path) -> Path:
 
 
 def _write_location(folder: Path, config: StoreConfig, job_id: str) -> None:
-    """Let readers of the job's folder find its store. Passwords are not written: libpq has its own places for them."""
-    url = config.url
-    if url and not url.startswith("sqlite:"):
-        parsed = postgres_url(url)
-        url = parsed.set(password=None).render_as_string()
-    text = json.dumps({"url": url, "job_id": job_id})
+    """Let readers of the job's folder find its store."""
+    text = json.dumps({"url": config.url, "job_id": job_id})
     path = folder / LOCATION_FILE
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
