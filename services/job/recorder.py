@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from services.common.errors import MachineError
 from services.common.metrics import metric
 from services.trainer.types import StepReport
-from services.trajectory.types import GroupResult
+from services.trajectory.types import GroupResult, LossReason
 
 
 class Recorder:
@@ -31,19 +32,28 @@ class Recorder:
         self._board = SummaryWriter(log_dir=str(folder / "tensorboard"))
         self._wandb = _open_wandb(wandb_project, job_id, folder, config) if wandb_project else None
         self._rewards: list[float] = []
+        self._lost: Counter[str] = Counter()
+        self._num_left_out = 0
 
     def group_scored(self, result: GroupResult) -> None:
-        """Take note of a training group's rewards."""
+        """Take note of a training group's rewards, why it is lost, and what selection left out of it."""
         self._rewards.extend(result.rewards)
+        self._num_left_out += result.num_left_out
+        if result.loss_reason is not None:
+            self._lost[result.loss_reason] += 1
 
     def step_trained(self, report: StepReport, *, version: int, staleness_steps: Sequence[int]) -> dict[str, Any]:
         """Record an optimizer step; returns the line."""
         rewards, self._rewards = self._rewards, []
+        lost, self._lost = self._lost, Counter()
+        num_left_out, self._num_left_out = self._num_left_out, 0
         mean, sem = mean_and_sem(rewards)
         line = {
             "reward_mean": mean,
             "reward_sem": sem,
             "num_scored_runs": len(rewards),
+            **{f"groups_lost_{reason}": lost[reason] for reason in LossReason if reason is not LossReason.HELD_OUT},
+            "left_out_tokens": num_left_out,
             "staleness_mean_steps": sum(staleness_steps) / len(staleness_steps) if staleness_steps else None,
             "loss": report.loss,
             "grad_norm": report.grad_norm,

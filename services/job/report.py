@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.trajectory.outcome import Outcome
-from services.trajectory.types import RunSummary
+from services.trajectory.types import LossReason, RunSummary
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -63,6 +63,7 @@ def make_summary(
         "runs_failed": runs["failed"],
         "runs_by_outcome": runs["outcomes"],
         "groups_lost": snapshot.get("lost_groups", 0),
+        "groups_lost_by_reason": _lost_by_reason(lines),
         "reward_mean_by_step": [line["reward_mean"] for line in steps],
         "reward_sem_by_step": [line["reward_sem"] for line in steps],
         "evaluations": [
@@ -76,6 +77,16 @@ def make_summary(
         "wall_s": wall_s,
         "peak_rss_bytes": peak_rss_bytes,
     }
+
+
+def _lost_by_reason(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Why groups were lost, as the steps' lines have it; those of a step that was trained again too."""
+    names = {f"groups_lost_{reason}": str(reason) for reason in LossReason}
+    lost: Counter[str] = Counter()
+    for line in lines:
+        for name, reason in names.items():
+            lost[reason] += line.get(name, 0)
+    return {reason: count for reason, count in lost.items() if count}
 
 
 def what_runs_say(runs: Sequence[RunSummary], folder: Path) -> str:

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from io import StringIO
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +13,7 @@ from services.job.recorder import Recorder, check_wandb, evaluation_figures, mea
 from services.job.report import make_summary, plot_reward, read_metrics, summary_table, what_runs_say
 from services.trainer.types import StepReport
 from services.trajectory.outcome import Outcome
-from services.trajectory.types import GroupResult, RunSummary
+from services.trajectory.types import GroupResult, LossReason, RunSummary
 
 
 def report(step: int, diff: float = 1e-5) -> StepReport:
@@ -55,6 +56,28 @@ def test_rewards_of_filtered_groups_count_in_the_curve(tmp_path: Path) -> None:
     assert first["staleness_mean_steps"] == 0.5
     assert second["reward_mean"] is None
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_why_groups_were_filtered_is_told_with_the_next_step_and_summed_up(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "job", "", {})
+    for reason in (LossReason.EQUAL_REWARDS, LossReason.EQUAL_REWARDS, LossReason.TOO_FEW_COUNTED, None):
+        recorder.group_scored(replace(scored(1.0, 1.0), loss_reason=reason, num_left_out=0 if reason else 7))
+    first = recorder.step_trained(report(1), version=0, staleness_steps=[])
+    second = recorder.step_trained(report(2), version=0, staleness_steps=[])
+    recorder.close()
+    assert (first["groups_lost_equal_rewards"], first["groups_lost_too_few_counted"]) == (2, 1)
+    assert (first["left_out_tokens"], second["left_out_tokens"], second["groups_lost_equal_rewards"]) == (7, 0, 0)
+    summary = make_summary(
+        job_id="job",
+        status="finished",
+        reason="",
+        folder=tmp_path,
+        snapshot={},
+        runs={"finished": 4, "failed": 0, "outcomes": {}, "output_tokens": 9},
+        wall_s=1.0,
+        peak_rss_bytes=1,
+    )
+    assert summary["groups_lost_by_reason"] == {"equal_rewards": 2, "too_few_counted": 1}
 
 
 def test_summary_counts_a_step_that_was_trained_again_once(tmp_path: Path) -> None:
