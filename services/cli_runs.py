@@ -100,7 +100,7 @@ def runs_show(
         raise typer.BadParameter("they are for scripts: give --json too.", param_hint="--tokens")
     with _source(job, address, token) as source:
         summary, rows = source.read_calls(run_id, attempt)
-        group, score = source.group(summary.group_id), source.score(run_id)
+        group, score = source.group(summary.group_id), source.score(summary)
     run = calls_of_run(rows, summary.selection if attempt in (None, summary.attempt) else None)
     if as_json:
         calls = [call_data(row, run, tokens=tokens) for row in rows]

@@ -58,9 +58,9 @@ class RemoteSource:
         """The group of the run that was read last."""
         return self._groups.get(group_id, GroupFacts())
 
-    def score(self, run_id: str) -> ScoreFacts:
+    def score(self, run: RunSummary) -> ScoreFacts:
         """That of the run that was read last."""
-        return self._scores.get(run_id, ScoreFacts())
+        return self._scores.get(run.run_id, ScoreFacts())
 
     async def _connect(self) -> TrajectoryClient:
         access = self._access

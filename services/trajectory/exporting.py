@@ -91,7 +91,7 @@ def _taker(
 def _export(source: RunSource, listed: RunSummary, take: _Take, report: ExportReport) -> None:
     try:
         summary, calls = source.read_calls(listed.run_id)
-        group, score = source.group(summary.group_id), source.score(listed.run_id)
+        group, score = source.group(summary.group_id), source.score(summary)
     except NotFoundError:
         report.skipped.append(listed.run_id)
         return

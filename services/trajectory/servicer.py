@@ -67,7 +67,7 @@ class TrajectoryServicer(trajectory_pb2_grpc.TrajectoryServiceServicer):
                 summary=summary_to_pb(summary),
                 group=group,
                 job_id=self._job_id,
-                score=score_to_pb(source.score(request.run_id)),
+                score=score_to_pb(source.score(summary)),
             )
 
         return await self._read(read)

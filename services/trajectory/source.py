@@ -11,7 +11,7 @@ from services.common.errors import NotFoundError
 from services.trajectory.encoding import CallRow
 from services.trajectory.export import UNFINISHED, GroupFacts, ScoreFacts, check_outcome
 from services.trajectory.outcome import Outcome
-from services.trajectory.store import RunFilter, StoredGroup, reader_of_job
+from services.trajectory.store import GroupState, RunFilter, StoredGroup, reader_of_job
 from services.trajectory.types import RunSummary
 
 
@@ -31,7 +31,7 @@ class RunSource(Protocol):
 
     def group(self, group_id: str) -> GroupFacts: ...
 
-    def score(self, run_id: str) -> ScoreFacts:
+    def score(self, run: RunSummary) -> ScoreFacts:
         """How the newest attempt of a run was scored."""
         ...
 
@@ -44,6 +44,7 @@ class StoreSource:
         if not job_dir.is_dir():
             raise NotFoundError(f"there is no folder {job_dir}.", "Name a job's folder, as runs/NAME-DATE-TIME-ID.")
         self._reader = reader_of_job(job_dir)
+        self._group: StoredGroup | None = None
         self._job_id = job_id or job_id_of(job_dir)
 
     @property
@@ -55,16 +56,30 @@ class StoreSource:
 
     def read_calls(self, run_id: str, attempt: int | None = None) -> tuple[RunSummary, Sequence[CallRow]]:
         summary, rows = self._reader.read_calls(run_id, attempt)
+        if self._group is not None and self._group.spec.group_id == summary.group_id and not _is_settled(self._group):
+            self._group = None  # it may have moved on
         if attempt is not None and attempt > summary.attempt:
             raise NotFoundError(f"run {run_id} has no attempt {attempt}.", f"Its newest is {summary.attempt}.")
         return summary, rows
 
-    def score(self, run_id: str) -> ScoreFacts:
-        result = self._reader.run_result(run_id)
-        return ScoreFacts() if result is None else ScoreFacts(result.evaluated_ref, dict(result.score_details))
+    def score(self, run: RunSummary) -> ScoreFacts:
+        attempt = self._stored_group(run.group_id).attempts.get(run.run_id)
+        if attempt is None or attempt.result is None:
+            return ScoreFacts()
+        return ScoreFacts(attempt.result.evaluated_ref, dict(attempt.result.score_details))
 
     def group(self, group_id: str) -> GroupFacts:
-        return facts_of(self._reader.group(group_id))
+        return facts_of(self._stored_group(group_id))
+
+    def _stored_group(self, group_id: str) -> StoredGroup:
+        """The group that was asked for last is kept: its runs are read one after the other."""
+        if self._group is None or self._group.spec.group_id != group_id:
+            self._group = self._reader.group(group_id)
+        return self._group
+
+
+def _is_settled(group: StoredGroup) -> bool:
+    return group.state != GroupState.OPEN
 
 
 def filter_of(*, group_id: str = "", task_name: str = "", outcome: str = "", is_eval: bool | None = None) -> RunFilter:

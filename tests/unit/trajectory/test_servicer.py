@@ -76,7 +76,7 @@ async def test_a_run_comes_with_its_group_and_selection(job: Job) -> None:
     assert summary.selection is not None
     assert summary.selection.num_targets > 0
     assert group == StoreSource(job.folder).group("g000000")
-    assert score == StoreSource(job.folder).score(RICH)
+    assert score == StoreSource(job.folder).score(summary)
     assert score.details == {"tests": {"passed": 3}}
     assert job.client.job_id == JOB_ID
 
