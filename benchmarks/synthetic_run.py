@@ -28,7 +28,7 @@ class RunShape:
 
     main_calls: tuple[int, ...] = (30, 30, 395)
     subagent_calls: tuple[int, ...] = (10, 10, 10, 10)
-    """Each subagent begins after a tenth of the first part of the main conversation more."""
+    """Subagents are started in the first part of the main conversation, at even distances."""
     tool_chars: int = 2_900
     answer_chars: int = 2_900
 
@@ -47,9 +47,10 @@ def synthetic_run(shape: RunShape, seed: int) -> Iterator[SyntheticCall]:
     opening = [Message("system", SYSTEM), Message("user", f"Mend the failing tests. {_text(rng, 400)}")]
     history = list(opening)
     waiting = list(shape.subagent_calls)
+    spacing = max(1, shape.main_calls[0] // (len(waiting) + 1))
     for part, num_calls in enumerate(shape.main_calls):
         for number in range(num_calls):
-            delegates = part == 0 and waiting and number % max(1, shape.main_calls[0] // 10) == 2
+            delegates = part == 0 and bool(waiting) and (number + 1) % spacing == 0
             task = f"Find where {_text(rng, 200)} is used and report it."
             answer = _text(rng, shape.answer_chars)
             if delegates:

@@ -22,15 +22,19 @@ import argparse
 import dataclasses
 import gc
 import json
+import random
 import statistics
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.store_throughput import durable_calls
 from benchmarks.synthetic_run import RunShape, SyntheticCall, synthetic_run
 from services.common.models import resolve_model
 from services.common.types import VersionSpan
@@ -252,10 +256,19 @@ def selection(log: AttemptLog) -> dict[str, float]:
 
 
 def jmax(renderer: HfRenderer, num_runs: int) -> dict[str, Any]:
-    """Tokens that are trained, and that one forward pass over the tree reads, for limits on the paths of a run."""
+    """Tokens that are trained, and that one forward pass over the tree reads, for limits on the paths of a run.
+
+    The mix of runs is made up (1 to 3 main parts, 5 subagents in the mean, at most 12): the paper's is not published.
+    """
+    rng = random.Random(0)
     shapes = [
-        RunShape((6,) * (1 + number % 4), (4,) * (2 + number % 5), tool_chars=600, answer_chars=300)
-        for number in range(num_runs)
+        RunShape(
+            tuple(rng.randint(8, 16) for _ in range(rng.randint(1, 3))),
+            tuple(rng.randint(3, 8) for _ in range(min(12, int(rng.expovariate(1 / 5))))),
+            tool_chars=600,
+            answer_chars=300,
+        )
+        for _ in range(num_runs)
     ]
     logs = []
     for number, shape in enumerate(shapes):
@@ -291,6 +304,13 @@ def live_runs(num_runs: int) -> dict[str, float]:
     return {"bytes_per_live_run": size_bytes / len(logs)}
 
 
+def store_rate(num_calls: int) -> dict[str, float]:
+    """Calls that 64 runs append to the store of one shard, each acknowledged when it is on the disk. Wall time."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-store-") as folder:  # /tmp may be memory
+        measured = durable_calls(Path(folder), num_calls=num_calls)
+    return {"store_calls_per_s_durable": measured["calls_per_s"], "store_single_call_ms": measured["single_ms"]}
+
+
 def measure(*, small: bool = False) -> dict[str, Any]:
     """The benchmark's object."""
     renderer = load_renderer(str(resolve_model("tiny-qwen3" if small else "smollm2-135m")))
@@ -301,6 +321,7 @@ def measure(*, small: bool = False) -> dict[str, Any]:
         **sizes(calls, renderer),
         **selection(ingest.log),
         **live_runs(100 if small else 10_000),
+        **store_rate(200 if small else 4_000),
         "jmax": jmax(renderer, 4 if small else 40),
     }
 
