@@ -40,6 +40,7 @@ _STATUS: dict[type[TidegateError], grpc.StatusCode] = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
     InvariantError: grpc.StatusCode.FAILED_PRECONDITION,
+    MachineError: grpc.StatusCode.UNAVAILABLE,
 }
 
 
@@ -176,11 +177,11 @@ def _status_of(error: TidegateError) -> grpc.StatusCode:
 def error_from_status(error: grpc.RpcError) -> TidegateError:
     """The error that a client raises for a failed call."""
     code, details = error.code(), error.details() or ""
-    for kind, status in _STATUS.items():
-        if code == status:
-            return kind(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return MachineError(
             f"no answer ({code.name.lower()}: {details}).", "Is the job still running, and the address right?"
         )
+    for kind, status in _STATUS.items():
+        if code == status:
+            return kind(details)
     return TidegateError(f"{code.name.lower()}: {details}")

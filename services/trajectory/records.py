@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from services.common.errors import ContextLengthError, InvariantError
 from services.proxy.conversation import stable_messages
 from services.proxy.types import CanonicalRequest, Message, ToolCall
@@ -37,7 +39,7 @@ def holding_sampling(
 
 
 def check_record(record: CallRecord) -> None:
-    """Raise ``InvariantError`` unless ids, log-probabilities and version spans fit together.
+    """Raise ``InvariantError`` unless ids, finite log-probabilities and version spans fit together.
 
     Versions usually rise within a call; they may fall too, when a call moves during a rolling publication to a cell
     that serves the version before. Every token has the stamp of the weights that made it.
@@ -49,6 +51,11 @@ def check_record(record: CallRecord) -> None:
             f"call {record.call_id} has {num_tokens} token ids, {len(record.logprobs)} log-probabilities and version "
             f"spans for {num_spanned} tokens.",
             "The three must be equal; nothing was stored.",
+        )
+    if not np.isfinite(record.logprobs).all():
+        raise InvariantError(
+            f"call {record.call_id} has log-probabilities that are no finite numbers.",
+            "The engine that made them is broken; nothing was stored.",
         )
 
 

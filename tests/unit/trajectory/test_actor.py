@@ -353,6 +353,7 @@ async def test_appending_twice_stores_once(opened: OpenShard, tmp_path: Path) ->
     [
         {"logprobs": np.zeros(1, dtype=np.float32)},
         {"version_spans": (VersionSpan(3, 1),)},
+        {"logprobs": np.asarray([-0.1, np.nan], dtype=np.float32)},
     ],
 )
 async def test_a_record_that_does_not_fit_together_is_refused(
