@@ -56,7 +56,7 @@ class Sealer:
         self._reading = reading
         self._scope = scope
         self._objects = objects
-        self._on_event = on_event
+        self._count = on_event
         self._first_retry_s = first_retry_s
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._delayed: list[_Task] = []
@@ -112,13 +112,13 @@ class Sealer:
             done = task.work()
         except TidegateError as error:
             logger.warning("%s Sealing is tried again in %.0f s.", error, self._retry_in_s)
-            self._on_event("tidegate_store_seal_failures_total", 1)
+            self._count("tidegate_store_seal_failures_total", 1)
             self._delayed.append(task)
             self._retry_at_s = time.monotonic() + self._retry_in_s
             self._retry_in_s = min(2 * self._retry_in_s, _LAST_RETRY_S)
         except Exception as error:
             logger.exception("sealing failed")
-            self._on_event("tidegate_store_seal_failures_total", 1)
+            self._count("tidegate_store_seal_failures_total", 1)
             task.future.set_exception(error)
         else:
             self._retry_in_s = self._first_retry_s
@@ -143,7 +143,7 @@ class Sealer:
         if not self._commits.submit(refer).result():  # the attempt changed meanwhile, or its group was replaced
             self._objects.delete(ref)
             return False
-        self._on_event("tidegate_store_sealed_bytes_total", len(data))
+        self._count("tidegate_store_sealed_bytes_total", len(data))
         return True
 
     def _delete(self, refs: list[str]) -> bool:

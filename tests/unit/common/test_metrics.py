@@ -29,7 +29,7 @@ def test_an_undeclared_series_is_refused() -> None:
 def test_every_declared_series_is_used_and_every_used_one_declared() -> None:
     used = set()
     for path in SERVICES.rglob("*.py"):
-        used |= set(re.findall(r'(?:metric|_count_up_to)\(\s*"(tidegate_[a-z_]+)"', path.read_text()))
+        used |= set(re.findall(r'(?:metric|_count_up_to|_?count)\(\s*"(tidegate_[a-z_]+)"', path.read_text()))
     assert used == set(SERIES)
 
 
