@@ -118,7 +118,7 @@ class DigestCell:
         begun, half = len(request.generated_ids), len(text) // 2
         if begun < half:
             yield _chunk(text, ids, logprobs, begun, half)
-        await asyncio.sleep(self._rng.uniform(0.5, 4.0) if self._rng.random() < 0.03 else 0.15)
+        await asyncio.sleep(self._rng.uniform(0.5, 4.0) if self._rng.random() < 0.03 else 0.2)
         yield _chunk(text, ids, logprobs, max(begun, half), len(ids), "stop")
 
     async def abort(self, call_id: str) -> None:

@@ -47,18 +47,19 @@ RESTART_DEADLINE_S = 30.0
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     temp_dir = tempfile.mkdtemp(prefix="tgd-", dir="/tmp")  # unix sockets want a short path
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        namespace=RAY_NAMESPACE,
-        log_to_driver=False,
-        _temp_dir=temp_dir,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # a runtime_env would make every process start later
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            namespace=RAY_NAMESPACE,
+            log_to_driver=False,
+            _temp_dir=temp_dir,
+        )
+        yield
+        ray.shutdown()
     shutil.rmtree(temp_dir, ignore_errors=True)
 
 
@@ -92,7 +93,7 @@ async def _ordeal(folder: Path) -> Ordeal:
     load = Load(job_id, routes, keys, num_conversations=2)
     kills = []
     for _ in range(NUM_KILLS):
-        await load.until_acknowledged(0, moments.randrange(1, 30), RESTART_DEADLINE_S)
+        await load.until_acknowledged(0, moments.randrange(1, 16), RESTART_DEADLINE_S)
         kills.append(await kill_under_load(shards[0], 0, load, RESTART_DEADLINE_S))
     await load.end()
     settled, micro_steps = [], []
@@ -138,7 +139,7 @@ def test_a_shard_that_is_killed_twenty_times_under_load_loses_and_doubles_nothin
         assert (call.parent_call_id, len(call.prompt_ids)) == (ticket.parent_call_id, ticket.num_prompt_tokens)
         _, ids, logprobs = answer_to(call_id, call.prompt_ids)  # right only for the prompt that the cell saw
         assert (ids.tobytes(), logprobs.tobytes()) == (call.output_ids.tobytes(), call.logprobs.tobytes())
-    assert min(books.num_acknowledged.values()) > 5 * NUM_KILLS
+    assert min(books.num_acknowledged.values()) > 4 * NUM_KILLS
     assert books.num_refused["NotFoundError"] > NUM_KILLS  # calls were in flight when it died
 
 
