@@ -20,9 +20,18 @@ _ROLES = {"user": b"u", "assistant": b"a", "system": b"s"}
 _BILLING_HEADER = "x-anthropic-billing-header"
 
 
-def stable_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages as they are matched and rendered: without the billing line that changes with every request."""
-    return tuple(_without_billing(message) if message.role == "system" else message for message in messages)
+def stable_messages(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages as they are matched and rendered: without the billing line that changes with every request.
+
+    The very same sequence where there is no such line.
+    """
+    billed = [at for at, one in enumerate(messages) if one.role == "system" and _BILLING_HEADER in one.content.lower()]
+    if not billed:
+        return messages
+    stable = list(messages)
+    for at in billed:
+        stable[at] = _without_billing(stable[at])
+    return tuple(stable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +202,6 @@ def _edge(node: int, message: Message) -> bytes:
 
 
 def _without_billing(message: Message) -> Message:
-    if _BILLING_HEADER not in message.content.lower():
-        return message  # itself: callers ask whether anything was taken out
     lines = message.content.splitlines(keepends=True)
     kept = [line for line in lines if not line.lstrip().lower().startswith(_BILLING_HEADER)]
     return replace(message, content="".join(kept))

@@ -95,7 +95,7 @@ class Bridge:
         tail_ids = np.asarray(_tail_ids(self._renderer, matched, tail), dtype=np.int32)
         return Prompt(np.concatenate([*matched.history, tail_ids]), len(tail_ids), is_false_fork=False)
 
-    def _tail(self, at: int, messages: tuple[Message, ...], tools: Sequence[dict[str, Any]]) -> str | None:
+    def _tail(self, at: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str | None:
         is_checked = len(messages) <= _ALWAYS_WHOLE or at.bit_length() != len(messages).bit_length()
         if not self._is_windowed:
             return _tail_text(self._renderer, at, messages, tools)
@@ -108,7 +108,7 @@ class Bridge:
         return tail
 
 
-def _window(messages: tuple[Message, ...], at: int) -> tuple[tuple[Message, ...], int]:
+def _window(messages: Sequence[Message], at: int) -> tuple[tuple[Message, ...], int]:
     """The part of a conversation that what follows its answer ``at`` is rendered in, and where the answer is in it."""
     num_head = next((index for index, one in enumerate(messages[:at]) if one.role != "system"), at)
     asked = next((index for index in range(at - 1, num_head - 1, -1) if messages[index].role == "user"), None)
@@ -116,9 +116,7 @@ def _window(messages: tuple[Message, ...], at: int) -> tuple[tuple[Message, ...]
     return (*head, *messages[at:]), len(head)
 
 
-def _tail_text(
-    renderer: Renderer, at: int, messages: tuple[Message, ...], tools: Sequence[dict[str, Any]]
-) -> str | None:
+def _tail_text(renderer: Renderer, at: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str | None:
     """What the template puts behind the model's own output ``at`` in a conversation: the end of its turn and
     everything new.
 
@@ -139,7 +137,7 @@ def _tail_text(
 
 
 def _tail_by_growth(
-    renderer: Renderer, messages: tuple[Message, ...], tools: Sequence[dict[str, Any]], at: int, marked: Message
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]], at: int, marked: Message
 ) -> str | None:
     """The tail where the rendering up to the answer is a prefix of the whole rendering, else None."""
     try:

@@ -70,17 +70,14 @@ def new_in_request(request: CanonicalRequest, num_shared: int, *, shares_tools: 
     A harness sends its whole history with every call; this keeps each message once. System messages that differ in a
     line that is not rendered count as shared; such lines are kept under ``raw_system`` (position -> content).
     """
-    raw = {
-        str(at): message.content
-        for at, (message, stable) in enumerate(
-            zip(request.messages[:num_shared], stable_messages(request.messages[:num_shared]), strict=True)
-        )
-        if message is not stable
-    }
+    sent, stable = request.messages, stable_messages(request.messages)
+    raw = {}
+    if stable is not sent:
+        raw = {str(at): sent[at].content for at in range(num_shared) if sent[at] is not stable[at]}
     fields = {one.name: getattr(request, one.name) for one in dataclasses.fields(request)}
     return {
         **fields,
-        "messages": [*({} for _ in range(num_shared)), *map(dataclasses.asdict, request.messages[num_shared:])],
+        "messages": [*[{}] * num_shared, *map(dataclasses.asdict, sent[num_shared:])],
         "tools": [] if shares_tools else list(request.tools),
         "unused_fields": list(request.unused_fields),
         **({"raw_system": raw} if raw else {}),
