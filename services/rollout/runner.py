@@ -8,6 +8,8 @@ run_dir/verifier-N/      stdout, stderr and logs/ of each evaluation
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import json
 import stat
@@ -42,6 +44,8 @@ AGENT_LOGS = "/logs/agent"
 
 _MAX_ANSWER_BYTES = 64 << 10
 _MAX_FILES_SYNCED = 1000
+_HARNESS_DOING = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+"""Errors of files in a folder that a harness can write to."""
 _OUTCOMES = {
     ExitReason.TIMEOUT: Outcome.HARNESS_TIMEOUT,
     ExitReason.TOTAL_TIMEOUT: Outcome.WALL_TIMEOUT,
@@ -225,11 +229,22 @@ def _salvage(run_dir: Path, outcome: Outcome, ended: SandboxExit) -> None:
     partial = run_dir / "harness.json.partial"
     partial.write_text(json.dumps(record, indent=1) + "\n")
     sync(partial)
-    for _, path in itertools.islice(walk(logs), _MAX_FILES_SYNCED):
-        sync(path)
+    _sync_logs(logs)
     partial.replace(run_dir / "harness.json")
     sync(logs)
     sync(run_dir)
+
+
+def _sync_logs(logs: Path) -> None:
+    """What the harness closed or nested too deeply is opened or left as it is: its doing, no failure of the set-up."""
+    with contextlib.suppress(OSError):
+        open_tree(logs)
+    try:
+        for _, path in itertools.islice(walk(logs), _MAX_FILES_SYNCED):
+            sync(path)
+    except OSError as error:
+        if error.errno not in _HARNESS_DOING:
+            raise
 
 
 def _result(

@@ -24,6 +24,7 @@ from services.rollout.scoring.base import ScoredRunView
 from services.rollout.scoring.evaluate import BY_TASKS, evaluate
 from services.rollout.tasks import load_task, load_task_set
 from services.rollout.types import RunResult, RunSpec, Task
+from services.rollout.workspaces import remove_tree
 from services.trajectory.outcome import Outcome
 from tests.waiting import until, wait_until
 
@@ -157,6 +158,13 @@ def test_mini_swe_agent_finishes_after_an_answer_without_a_command(attempt: Atte
     proxy.answer = "I cannot do that."
     result = attempt(HarnessConfig(timeout_s=60), sandbox=SandboxConfig())
     assert (result.outcome, result.reward, len(proxy.requests)) == (Outcome.FINISHED, 0.25, 1), result.detail
+
+
+def test_logs_that_cannot_be_reached_are_the_harnesss_doing_and_no_setup_failure(attempt: Attempt) -> None:
+    deep = "cd /logs/agent; d=$(printf 'd%.0s' $(seq 200))/; d=$d$d$d$d$d$d$d$d$d$d; mkdir -p $d; cd $d; mkdir -p $d$d"
+    result = attempt(f"echo hello > answer.txt; touch /logs/agent/closed; chmod 0 /logs/agent/closed; {deep}")
+    assert (result.outcome, result.reward) == (Outcome.FINISHED, 1.0)
+    remove_tree(Path(result.workspace).parent / "logs")  # pytest could not
 
 
 def test_the_tasks_own_limit_wins_when_it_is_smaller(attempt: Attempt, task: Task) -> None:
