@@ -36,6 +36,14 @@ _FATE_TEXT = {
 }
 
 
+_SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def visible(text: str) -> str:
+    """Text of a run as a terminal can be given it: control characters and halves of characters are spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").translate(_SHOWN_CONTROLS)
+
+
 def runs_table(runs: Iterable[RunSummary]) -> Table:
     """One row a run."""
     names = ("run", "task", "outcome", "reward", "advantage", "calls", "tokens in", "out", "targets", "versions", "s")
@@ -43,7 +51,7 @@ def runs_table(runs: Iterable[RunSummary]) -> Table:
     for run in runs:
         table.add_row(
             run.run_id,
-            escape(run.task_name),
+            escape(visible(run.task_name)),
             run.outcome or "unfinished",
             number(run.reward),
             number(run.advantage),
@@ -59,9 +67,11 @@ def runs_table(runs: Iterable[RunSummary]) -> Table:
 
 def head_line(summary: RunSummary) -> Text:
     """A run in one line."""
-    line = Text.assemble((summary.run_id, "bold"), f" {summary.task_name}: {summary.outcome or 'unfinished'}, ")
+    line = Text.assemble(
+        (summary.run_id, "bold"), f" {visible(summary.task_name)}: {summary.outcome or 'unfinished'}, "
+    )
     line.append(f"reward {number(summary.reward)}, advantage {number(summary.advantage)}")
-    return line.append(f" ({summary.detail})" if summary.detail else "")
+    return line.append(f" ({visible(summary.detail)})" if summary.detail else "")
 
 
 def show_run(console: Console, summary: RunSummary, group: GroupFacts, score: ScoreFacts, run: RunCalls) -> None:
@@ -70,9 +80,9 @@ def show_run(console: Console, summary: RunSummary, group: GroupFacts, score: Sc
     told = f"group {summary.group_id} is {group.state}" + (f": {group.reason}" if group.reason else "")
     if group.trained_step is not None:
         told += f", trained by step {group.trained_step}"
-    console.print(told, markup=False, highlight=False)
+    console.print(visible(told), markup=False, highlight=False)
     if score.evaluated_ref or score.details:
-        details = json.dumps(score.details, ensure_ascii=False)
+        details = visible(json.dumps(score.details, ensure_ascii=False))
         console.print(f"scored {score.evaluated_ref or 'its work'}: {details}", markup=False, highlight=False)
     for row in run.rows:
         _show_call(console, row, run)
@@ -92,9 +102,9 @@ def _show_call(console: Console, row: CallRow, run: RunCalls) -> None:
     messages = call.request.get("messages", [])
     if messages:
         console.print(f"[dim]{escape(str(messages[-1].get('role')))}:[/dim]", end=" ")
-        console.print(str(messages[-1].get("content", "")), markup=False, highlight=False)
+        console.print(visible(str(messages[-1].get("content", ""))), markup=False, highlight=False)
     console.print("[dim]assistant:[/dim]", end=" ")
-    console.print(call.output_text, markup=False, highlight=False)
+    console.print(visible(call.output_text), markup=False, highlight=False)
 
 
 def call_data(row: CallRow, run: RunCalls, *, tokens: bool) -> dict[str, Any]:

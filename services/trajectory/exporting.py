@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.errors import NotFoundError
+from services.common.errors import ConfigError, NotFoundError
 from services.trajectory.atif import AgentName, atif_documents
 from services.trajectory.export import ExportFilter, GroupFacts, ScoreFacts, rows_of_run, wanted
 from services.trajectory.files import Format, JsonlWriter, ParquetWriter, RowWriter, json_bytes, new_file, new_folder
@@ -70,6 +70,8 @@ def _taker(
         def write_documents(summary: RunSummary, run: RunCalls, group: GroupFacts, score: ScoreFacts) -> None:
             documents = atif_documents(summary, run, agent, score, selected_only=filters.selected_only)
             for name, document in documents.items():
+                if Path(name).name != name:  # runs may come from another machine
+                    raise ConfigError(f"run {summary.run_id!r} has an id that names no file.", "Export it as JSONL.")
                 (part / name).write_bytes(json_bytes(document))
                 report.num_trajectories += 1 + len(document.get("subagent_trajectories", ()))
             report.num_tokens += run.num_tokens

@@ -226,7 +226,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, TrajectoryRow]]:
             place = f"{path}, line {number}"
             try:
                 data = json.loads(line, parse_constant=_refuse_constant)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise wrong(place, f"it is no JSON ({error})") from None
             if not isinstance(data, dict):
                 raise wrong(place, "it is no JSON object")

@@ -43,8 +43,12 @@ def _one_of(kind: type[StrEnum]) -> AfterValidator:
     return AfterValidator(check)
 
 
+_Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Ids become names of files and stand in terminals."""
+
+
 class _Call(_Model):
-    call_id: Annotated[str, Field(min_length=1)]
+    call_id: _Id
     ordinal: NonNegativeInt
     role: Annotated[str, _one_of(CallRole)]
     fate: Annotated[str, _one_of(Fate)]
@@ -109,11 +113,11 @@ class _Row(_Model):
     """The columns of a row but for those with one value a token."""
 
     job_id: str
-    group_id: Annotated[str, Field(min_length=1)]
+    group_id: _Id
     group: _Group
     task_name: str
     is_eval: bool
-    run_id: Annotated[str, Field(min_length=1)]
+    run_id: _Id
     attempt: NonNegativeInt
     outcome: Annotated[str, _one_of(Outcome)] | None
     reward: FiniteFloat | None
@@ -236,7 +240,7 @@ def _check_calls(row: TrajectoryRow) -> None:
 def _json_object(text: str, what: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ConfigError(f"{what} is no JSON object.")

@@ -173,6 +173,15 @@ def test_an_export_is_imported_into_another_folder(job: Path) -> None:
     assert Path("one.jsonl").read_bytes() == Path("two.jsonl").read_bytes()
 
 
+def test_control_characters_that_a_model_wrote_do_not_reach_the_terminal(job: Path, tmp_path: Path) -> None:
+    done("export", "--out", str(tmp_path / "out.jsonl"))
+    text = (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "out.jsonl").write_text(text.replace("all is done", r"all is \u001b[2J \u009b \ud800 done"))
+    done("import", str(tmp_path / "out.jsonl"), "--into", str(tmp_path / "other"))
+    shown = done("show", RICH, "--job", str(tmp_path / "other"))
+    assert r"all is \x1b[2J \x9b \ud800 done" in shown
+
+
 def test_filters_and_formats_are_taken(job: Path) -> None:
     done("export", "--out", "some.jsonl", "--run", RICH, "--run", "g000000-r1", "--selected-only", "--no-eval")
     rows = [json.loads(line) for line in Path("some.jsonl").read_text().splitlines()]

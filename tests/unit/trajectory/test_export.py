@@ -285,6 +285,17 @@ def test_a_folder_that_is_no_export_is_never_replaced(job: Path, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "work"]
 
 
+def test_an_id_that_leads_out_of_the_folder_is_refused(job: Path, tmp_path: Path) -> None:
+    class Hostile(StoreSource):
+        def read_calls(self, run_id: str, attempt: int | None = None):  # type: ignore[no-untyped-def]
+            summary, rows = super().read_calls(run_id, attempt)
+            return replace(summary, run_id=f"../{run_id}"), rows
+
+    with pytest.raises(ConfigError, match="names no file"):
+        export_runs(Hostile(job), ExportFilter(), tmp_path / "out", Format.ATIF)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_output_without_a_folder_is_refused(job: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         export(job, tmp_path / "missing" / "out.jsonl")

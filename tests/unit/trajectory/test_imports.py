@@ -155,6 +155,8 @@ def change_token(name: str, at: int, value: Any) -> Callable[[list[dict[str, Any
         (change(schema="other/1"), "line 3", "its schema is 'other/1'"),
         (change(reward="much"), "line 3", "reward"),
         (change(surprise=1), "line 3", "surprise"),
+        (change(run_id="../../g000000-r0"), "line 3", "run_id: .*pattern"),
+        (change_call(call_id="\x1b[2J"), "line 3", "call_id: .*pattern"),
         (change(n_run=4), "line 3", "n_run is 4"),
         (change(target_weight=0.5), "line 3", "target_weight"),
         (change(reward=0.25), "line 3", "reward differs"),
@@ -197,7 +199,13 @@ def test_a_broken_row_is_named_and_nothing_is_written(
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("", "holds no rows"), ("{", "line 1: it is no JSON"), ("[]", "no JSON object"), ("PAR1 and no more", "Parquet")],
+    [
+        ("", "holds no rows"),
+        ("{", "line 1: it is no JSON"),
+        ("[" * 100_000, "line 1: it is no JSON"),
+        ("[]", "no JSON object"),
+        ("PAR1 and no more", "Parquet"),
+    ],
 )
 def test_a_file_that_is_no_export_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "file"
