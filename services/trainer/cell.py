@@ -174,7 +174,12 @@ def fetch_micro_step(place: MicroStepAt) -> MicroStep:
             shard = ray.get_actor(place.shard, namespace=RAY_NAMESPACE)
             reference = ray.get(shard.micro_step.remote(place.group_id, place.index), timeout=_FETCH_TIMEOUT_S)
             micro_step: MicroStep = _fetch(reference)
-        except (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError, ValueError) as error:
+        except (
+            ray.exceptions.ObjectLostError,
+            ray.exceptions.RayActorError,
+            ray.exceptions.GetTimeoutError,
+            ValueError,  # there is no actor of this name yet
+        ) as error:
             if time.monotonic() > deadline_s:
                 raise TrainingError(
                     f"{place.shard} gave no micro-step of {place.group_id} in {_FETCH_TIMEOUT_S:g} s ({error}).",
