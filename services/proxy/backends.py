@@ -43,7 +43,7 @@ class Cell(Protocol):
 
     def generate(self, request: GenerateRequest, prompt_ref: Any) -> AsyncGenerator[GenerateChunk, None]:
         """Raises ``EngineError`` when the cell is lost (the call can go on elsewhere), ``RequestError`` for a call
-        that no cell can serve."""
+        that no cell can serve, ``JobError`` when the prompt is gone with the shard that made it."""
         ...
 
     async def abort(self, call_id: str) -> None: ...
@@ -191,6 +191,8 @@ class _RayCell:
             cause = _cause(error)
             if isinstance(cause, RequestError):
                 raise cause from None  # no other cell would take it either
+            if isinstance(cause, ray.exceptions.ObjectLostError):
+                raise JobError(f"the prompt of call {request.call_id} is gone with its shard.", "Ask again.") from None
             raise EngineError(f"{self._name} failed a call: {type(cause).__name__}: {cause}") from None
         except (ray.exceptions.RayError, ValueError) as error:
             self._actors.forget(self._name)

@@ -31,7 +31,7 @@ from services.trajectory.config import TrajectoryConfig
 from services.trajectory.groups import LiveGroup, LiveRun, new_group, stored_group
 from services.trajectory.live import AttemptLog, Matched
 from services.trajectory.microstep import build_micro_step, cut_group
-from services.trajectory.outcome import Outcome
+from services.trajectory.outcome import CallTrouble, Outcome
 from services.trajectory.records import check_record, holding_sampling
 from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
 from services.trajectory.store import GroupState, RunFilter, Store
@@ -146,8 +146,7 @@ class TrajectoryShard:
             return
         log.close()
         async with run.lock:
-            overflowed = log.context_overflowed
-            await self._commit(self._store.close_attempt, run_id, attempt, context_overflowed=overflowed)
+            await self._commit(self._store.close_attempt, run_id, attempt)
 
     async def finish_run(self, result: RunResult) -> Outcome:
         """Record how an attempt ended; the outcome as recorded. Said again it changes nothing.
@@ -163,18 +162,12 @@ class TrajectoryShard:
             return result.outcome
         async with run.lock:
             if run.result is not None and run.result.attempt == result.attempt:
-                return run.result.outcome  # what befell its last call may have been forgotten since
+                return run.result.outcome
             log = run.log
             is_newest = log is None or log.attempt <= result.attempt
             if log is not None and log.attempt == result.attempt:
                 log.close()
-                outcome = settle_outcome(
-                    result.outcome,
-                    context_overflowed=log.context_overflowed,
-                    turn_limited=log.turn_limited,
-                    engine_lost=log.engine_lost,
-                )
-                result = replace(result, outcome=outcome)
+                result = replace(result, outcome=settle_outcome(result.outcome, log.trouble))
             await self._commit(self._store.finish_run, result)
             self._store.seal_run(result.run_id, result.attempt)
             if is_newest:
@@ -285,11 +278,20 @@ class TrajectoryShard:
         run, log = self._authorise(run_id, key)
         async with run.lock:
             await self._load(run)
-            self._check_turns(log)
-            matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
-            self._authorise(run_id, key)  # the attempt may have been closed meanwhile
-            sampling = self._holding_sampling(log, matched)
+            try:
+                self._check_turns(log)
+                matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
+                self._authorise(run_id, key)  # the attempt may have been closed meanwhile
+                sampling = self._holding_sampling(log, matched)
+            except TurnLimitError:
+                await self._note_trouble(log, CallTrouble.TURN_LIMITED)
+                raise
+            except ContextLengthError:
+                await self._note_trouble(log, CallTrouble.CONTEXT_OVERFLOWED)
+                raise
             call = log.begin(matched)
+            if log.trouble is not CallTrouble.ENGINE_LOST:  # that is over when a call is completed
+                await self._note_trouble(log, None)
         prompt = matched.prompt
         if prompt.is_false_fork:
             metric("tidegate_false_forks_total").inc(1, job=self._job_id)
@@ -321,8 +323,10 @@ class TrajectoryShard:
         """
         run = self._find_run(call_id.rpartition("-a")[0])
         if run is not None and run.log is not None and run.log.pending.pop(call_id, None) is not None:
-            run.log.engine_lost = engine_lost
             logger.info("call %s was abandoned: %s", call_id, reason)
+            was_lost = run.log.trouble is CallTrouble.ENGINE_LOST
+            if engine_lost or was_lost:
+                await self._note_trouble(run.log, CallTrouble.ENGINE_LOST if engine_lost else None)
 
     async def close(self) -> None:
         """Finish what is being written and close the store. Closing twice changes nothing."""
@@ -337,25 +341,24 @@ class TrajectoryShard:
 
     def _check_turns(self, log: AttemptLog) -> None:
         limit = self._config.max_calls
-        log.turn_limited = limit is not None and log.num_calls >= limit
-        if limit is not None and log.turn_limited:
+        if limit is not None and log.num_calls >= limit:
             raise TurnLimitError(limit)
+
+    async def _note_trouble(self, log: AttemptLog, trouble: CallTrouble | None) -> None:
+        """Keep why the last call was not completed, durably: the run may end by it, after this shard."""
+        if log.trouble is not trouble:
+            log.trouble = trouble
+            await self._commit(self._store.note_trouble, log.run_id, log.attempt, trouble)
 
     def _holding_sampling(self, log: AttemptLog, matched: Matched) -> Sampling:
         is_eval = self._groups[group_of(RunId(log.run_id))].spec.is_eval
-        try:
-            sampling = holding_sampling(
-                self._eval_sampling if is_eval else self._sampling,
-                matched.request.requested_sampling,
-                num_prompt_tokens=len(matched.prompt.ids),
-                max_model_len=self._max_model_len,
-                call_id=log.next_call_id,
-            )
-        except ContextLengthError:
-            log.context_overflowed = True
-            raise
-        log.context_overflowed = False
-        return sampling
+        return holding_sampling(
+            self._eval_sampling if is_eval else self._sampling,
+            matched.request.requested_sampling,
+            num_prompt_tokens=len(matched.prompt.ids),
+            max_model_len=self._max_model_len,
+            call_id=log.next_call_id,
+        )
 
     async def _append(self, record: CallRecord) -> None:
         run = self._find_run(record.run_id)
@@ -373,6 +376,7 @@ class TrajectoryShard:
             if not await self._commit(self._store.append_call, row):
                 raise InvariantError(f"the store holds another call {record.call_id}", f"attempt {log.attempt}")
             log.complete(row)
+            await self._note_trouble(log, None)
 
     async def _settle(self, group: LiveGroup) -> GroupResult:
         settlement = await self._settlement(group, drop_equal_rewards=self._drop_equal_rewards)

@@ -97,6 +97,6 @@ def _stored_runs(attempts: Mapping[str, StoredAttempt | None]) -> dict[str, Live
         if attempt is None:
             continue
         run.log, run.result = AttemptLog(run_id, attempt.attempt, attempt.key_hash), attempt.result
-        run.log.context_overflowed = attempt.context_overflowed
+        run.log.trouble = attempt.trouble
         run.is_loaded = False
     return runs

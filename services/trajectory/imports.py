@@ -236,7 +236,7 @@ def _write_run(store: Store, window: _Window, run: RebuiltRun) -> None:
     if run.result is not None:
         window.submit(store.finish_run, run.result)
     elif run.calls or run.attempt:
-        window.submit(store.close_attempt, run.run_id, run.attempt, context_overflowed=False)
+        window.submit(store.close_attempt, run.run_id, run.attempt)
 
 
 def _count(group: _Group, row: TrajectoryRow, run: RebuiltRun) -> None:

@@ -12,6 +12,7 @@ from services.proxy.conversation import ConversationIndex, Walk, stable_messages
 from services.proxy.session import Bridge, Prompt, StoredCall
 from services.proxy.types import CanonicalRequest, Message
 from services.trajectory.encoding import CallRow
+from services.trajectory.outcome import CallTrouble
 from services.trajectory.records import answer_of, messages_of, new_in_request, request_key, tools_of
 from services.trajectory.roles import Opening, RoleBook, opening_of
 from services.trajectory.tree import TrajectoryTree, TreeCall
@@ -57,12 +58,8 @@ class AttemptLog:
         self.attempt = attempt
         self.key_hash = key_hash
         """None once the attempt is closed: no call is taken any more."""
-        self.context_overflowed = False
-        """The last request did not fit the model's context."""
-        self.turn_limited = False
-        """The last request was one too many."""
-        self.engine_lost = False
-        """No cell could complete the last call."""
+        self.trouble: CallTrouble | None = None
+        """Why the last call was not completed; the store has it too."""
         self.tree = TrajectoryTree()
         self.pending: dict[str, PendingCall] = {}
         self._next_ordinal = 0
@@ -149,7 +146,6 @@ class AttemptLog:
         """Add a stored call. An answer that was cut from outside is kept, but nothing is built on it or trained."""
         record = row.record
         is_whole = record.finish_reason != "abort"
-        self.engine_lost = False
         self.tree.append(
             TreeCall(
                 call_id=record.call_id,

@@ -39,6 +39,17 @@ class Outcome(StrEnum):
     """The job was cancelled, or no longer needed the run."""
 
 
+class CallTrouble(StrEnum):
+    """Why an attempt's last call was not completed, where a harness's end may come of it."""
+
+    CONTEXT_OVERFLOWED = "context_overflowed"
+    """It no longer fitted the model's context."""
+    TURN_LIMITED = "turn_limited"
+    """It was one more than the job allows."""
+    ENGINE_LOST = "engine_lost"
+    """No cell could complete it."""
+
+
 @dataclass(frozen=True, slots=True)
 class OutcomeRule:
     """What follows from an outcome."""

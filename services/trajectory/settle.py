@@ -10,7 +10,7 @@ from services.rollout.types import RunResult
 from services.trajectory.advantage import group_advantages
 from services.trajectory.config import TrajectoryConfig
 from services.trajectory.microstep import ScoredRun, cut_group, forest_tokens
-from services.trajectory.outcome import OUTCOME_TABLE, Outcome
+from services.trajectory.outcome import OUTCOME_TABLE, CallTrouble, Outcome
 from services.trajectory.select import select
 from services.trajectory.tree import TrajectoryTree
 from services.trajectory.types import CallRole, GroupResult, GroupSpec, LossReason, RunSelection
@@ -85,21 +85,21 @@ def settle_group(
     return Settlement(result, scored, advantages.by_run)
 
 
-def settle_outcome(outcome: Outcome, *, context_overflowed: bool, turn_limited: bool, engine_lost: bool) -> Outcome:
-    """The outcome of an attempt, given what befell its last call: it no longer fitted the model's context, it was one
-    more than the job allows, or no cell could complete it.
+def settle_outcome(outcome: Outcome, trouble: CallTrouble | None) -> Outcome:
+    """The outcome of an attempt, given why its last call was not completed.
 
     A runner sees only how the harness took that: it gave up in an orderly way, it crashed, or it waited too long.
     """
     ended = outcome in (Outcome.FINISHED, Outcome.HARNESS_CRASH)
     waited = outcome in (Outcome.HARNESS_TIMEOUT, Outcome.WALL_TIMEOUT)
     unscored = outcome in (Outcome.VERIFIER_FAILURE, Outcome.VERIFIER_TIMEOUT)
-    if engine_lost and (ended or waited or unscored):  # an attempt that was cut short says nothing of the verifier
-        return Outcome.ENGINE_LOSS
-    if turn_limited and (ended or waited):
-        return Outcome.TURN_LIMIT
-    if context_overflowed and ended:
-        return Outcome.CONTEXT_LIMIT
+    match trouble:
+        case CallTrouble.ENGINE_LOST if ended or waited or unscored:  # cut short, it says nothing of the verifier
+            return Outcome.ENGINE_LOSS
+        case CallTrouble.TURN_LIMITED if ended or waited:
+            return Outcome.TURN_LIMIT
+        case CallTrouble.CONTEXT_OVERFLOWED if ended:
+            return Outcome.CONTEXT_LIMIT
     return outcome
 
 

@@ -16,6 +16,7 @@ import ray
 
 from services.common.ids import JobId
 from services.common.names import RAY_NAMESPACE, shard_actor
+from services.proxy.backends import Routes
 from services.rollout.types import RunResult
 from services.trainer.cell import fetch_micro_step
 from services.trainer.commands import MicroStepAt
@@ -37,6 +38,7 @@ from tests.integration.shard_world import (
     start_shard,
 )
 from tests.unit.trajectory.world import make_result, run_to_end
+from tests.waiting import until
 
 pytestmark = pytest.mark.cluster
 
@@ -160,6 +162,26 @@ def test_groups_whose_shard_was_killed_while_they_ran_are_trained_like_any_other
             assert selection is not None
             sampled = [len(stored[call_id].output_ids) for call_id in selection.target_call_ids]
             assert run.num_targets == selection.num_targets == sum(sampled) > 0
+
+
+async def test_a_call_whose_prompt_went_with_its_shard_is_asked_for_again_at_once(
+    cluster: None, tmp_path: Path
+) -> None:
+    job_id, spec, routes = JobId("prompt"), _spec(group_ids_of(0, 1)[0]), Routes()
+    shard = start_shard(job_id, 0, tmp_path)
+    cell, open_routes = start_cell(job_id)
+    await shard.open_group.remote(spec)
+    run_id = spec.run_ids[0]
+    load = Load(job_id, routes, {run_id: await shard.open_attempt.remote(run_id, 0)}, num_conversations=1)
+    await until(lambda: len(load.books.tickets) == 1)  # no cell serves yet
+    pid = await kill(shard)
+    await serves_again(shard, pid, RESTART_DEADLINE_S)
+    routes.offer(open_routes.table)
+    await load.until_acknowledged(0, 1, timeout_s=30.0)
+    await load.end()
+    assert load.books.num_refused == {"JobError": 1}
+    for actor in (shard, cell):
+        ray.kill(actor)
 
 
 def _content(step: MicroStep) -> tuple[Any, ...]:

@@ -57,16 +57,24 @@ def sqlite_engine(path: Path, *, read_only: bool) -> sa.Engine:
 
 
 def lock_file(path: Path) -> Any:
-    """Hold a file lock for as long as the process lives. ``MachineError`` if another has it."""
+    """Hold a file lock for as long as the process lives. ``MachineError`` if another has it.
+
+    It is waited for shortly: a killed writer may be about to go.
+    """
     file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise MachineError(
-            f"another process writes the store {path.with_suffix('.sqlite3')}.", "End the other job first."
-        ) from error
-    return file
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError as error:
+            if time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                continue
+            file.close()
+            raise MachineError(
+                f"another process writes the store {path.with_suffix('.sqlite3')}.", "End the other job first."
+            ) from error
 
 
 def sqlite_version(connection: sa.Connection) -> int:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from services.common.errors import NotFoundError
 from services.rollout.types import RunResult
 from services.trajectory.encoding import CallRow, columns_of, plain_text, result_json, selection_json
-from services.trajectory.outcome import Outcome
+from services.trajectory.outcome import CallTrouble, Outcome
 from services.trajectory.store.dialect import upsert
 from services.trajectory.store.reading import newest_attempts
 from services.trajectory.store.schema import attempts, calls, groups, runs
@@ -17,7 +17,6 @@ from services.trajectory.store.types import GroupState, Scope
 from services.trajectory.types import GroupResult, GroupSpec, RunSelection
 
 _NEW_ATTEMPT = {
-    "context_overflowed": False,
     "detail": "",
     "num_calls": 0,
     "num_prompt_tokens": 0,
@@ -85,12 +84,12 @@ def open_attempt(db: sa.Connection, scope: Scope, run_id: str, attempt: int, key
     _put_attempt(db, scope, run_id, attempt, {"key_hash": key_hash})
 
 
-def close_attempt(db: sa.Connection, scope: Scope, run_id: str, attempt: int, *, context_overflowed: bool) -> None:
-    db.execute(
-        sa.update(attempts)
-        .where(attempts.c.job_id == scope.job_id, attempts.c.run_id == run_id, attempts.c.attempt == attempt)
-        .values(key_hash=None, context_overflowed=context_overflowed)
-    )
+def close_attempt(db: sa.Connection, scope: Scope, run_id: str, attempt: int) -> None:
+    _change_attempt(db, scope, run_id, attempt, {"key_hash": None})
+
+
+def note_trouble(db: sa.Connection, scope: Scope, run_id: str, attempt: int, trouble: CallTrouble | None) -> None:
+    _change_attempt(db, scope, run_id, attempt, {"trouble": None if trouble is None else str(trouble)})
 
 
 def finish_run(db: sa.Connection, scope: Scope, result: RunResult) -> None:
@@ -189,6 +188,12 @@ def append_call(db: sa.Connection, scope: Scope, row: CallRow) -> bool:
 def payload_bytes(columns: Mapping[str, bytes | str]) -> int:
     """Bytes of a call's payload in its row."""
     return sum(len(columns[name]) for name in ("prompt", "output", "logprobs", "request", "rest"))
+
+
+def _change_attempt(db: sa.Connection, scope: Scope, run_id: str, attempt: int, values: Mapping[str, object]) -> None:
+    """Change an attempt, if it is there."""
+    of_attempt = (attempts.c.job_id == scope.job_id, attempts.c.run_id == run_id, attempts.c.attempt == attempt)
+    db.execute(sa.update(attempts).where(*of_attempt).values(dict(values)))
 
 
 def _put_attempt(db: sa.Connection, scope: Scope, run_id: str, attempt: int, values: Mapping[str, object]) -> None:

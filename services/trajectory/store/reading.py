@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from services.common.errors import NotFoundError
 from services.trajectory.encoding import CallRow, Payload, call_row, group_result, payload_of, run_result, run_selection
-from services.trajectory.outcome import Outcome
+from services.trajectory.outcome import CallTrouble, Outcome
 from services.trajectory.store.objects import ObjectStore, payloads_of
 from services.trajectory.store.schema import attempts, calls, groups, runs
 from services.trajectory.store.types import GroupState, RunFilter, Scope, StoredAttempt, StoredGroup
@@ -196,9 +196,7 @@ def result_of_group(db: sa.Connection, scope: Scope, group_id: str) -> GroupResu
 def newest_attempts(db: sa.Connection, scope: Scope, group_id: str) -> dict[str, StoredAttempt | None]:
     """The newest attempt of each run of a group, in the order of its runs."""
     query = (
-        sa.select(
-            runs.c.run_id, attempts.c.attempt, attempts.c.key_hash, attempts.c.context_overflowed, attempts.c.result
-        )
+        sa.select(runs.c.run_id, attempts.c.attempt, attempts.c.key_hash, attempts.c.trouble, attempts.c.result)
         .select_from(runs.outerjoin(attempts, _NEWEST))
         .where(*within(scope, runs), runs.c.group_id == group_id)
         .order_by(runs.c.position)
@@ -210,7 +208,8 @@ def _stored_attempt(data: Mapping[Any, Any]) -> StoredAttempt | None:
     if data["attempt"] is None:
         return None
     result = None if data["result"] is None else run_result(data["result"])
-    return StoredAttempt(data["attempt"], data["key_hash"], data["context_overflowed"], result)
+    trouble = None if data["trouble"] is None else CallTrouble(data["trouble"])
+    return StoredAttempt(data["attempt"], data["key_hash"], trouble, result)
 
 
 def refs_in_use(db: sa.Connection, scope: Scope) -> set[str]:

@@ -75,7 +75,7 @@ attempts = Table(
     Column("run_id", Text, primary_key=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("key_hash", LargeBinary),
-    Column("context_overflowed", Boolean, nullable=False),
+    Column("trouble", Text),
     Column("result", Text),
     # what lists and filters need of the result, so that they need not read it
     Column("outcome", Text),

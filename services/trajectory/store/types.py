@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.rollout.types import RunResult
-from services.trajectory.outcome import Outcome
+from services.trajectory.outcome import CallTrouble, Outcome
 from services.trajectory.types import GroupResult, GroupSpec
 
 
@@ -38,7 +38,8 @@ class StoredAttempt:
     attempt: int
     key_hash: bytes | None
     """None: closed."""
-    context_overflowed: bool
+    trouble: CallTrouble | None
+    """Why its last call was not completed."""
     result: RunResult | None
 
 

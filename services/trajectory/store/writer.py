@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from services.rollout.types import RunResult
 from services.trajectory.encoding import CallRow
+from services.trajectory.outcome import CallTrouble
 from services.trajectory.store import operations, reading, retention
 from services.trajectory.store.config import StoreConfig
 from services.trajectory.store.dialect import (
@@ -122,9 +123,14 @@ class Store:
         operations.open_attempt(self._db, self.scope, run_id, attempt, key_hash)
 
     @_committed
-    def close_attempt(self, run_id: str, attempt: int, *, context_overflowed: bool) -> None:
+    def close_attempt(self, run_id: str, attempt: int) -> None:
         """Forget the key of an attempt."""
-        operations.close_attempt(self._db, self.scope, run_id, attempt, context_overflowed=context_overflowed)
+        operations.close_attempt(self._db, self.scope, run_id, attempt)
+
+    @_committed
+    def note_trouble(self, run_id: str, attempt: int, trouble: CallTrouble | None) -> None:
+        """Record why the last call of an attempt was not completed; None: it was, or another one began."""
+        operations.note_trouble(self._db, self.scope, run_id, attempt, trouble)
 
     @_committed
     def finish_run(self, result: RunResult) -> None:

@@ -60,9 +60,10 @@ async def test_an_answer_that_comes_two_restarts_late_is_not_taken_for_that_of_a
     assert calls[1].prompt_ids.tolist() == tickets[3].prompt_ref.tolist()
 
 
+@pytest.mark.parametrize("dies_before", [False, True], ids=["dies after the result", "dies before the result"])
 @pytest.mark.parametrize("recorded", [Outcome.CONTEXT_LIMIT, Outcome.TURN_LIMIT, Outcome.ENGINE_LOSS])
-async def test_an_outcome_that_is_recorded_stays_when_it_is_said_again_to_another_shard(
-    restarted: Restart, recorded: Outcome
+async def test_what_befell_the_last_call_outlives_the_shard(
+    restarted: Restart, recorded: Outcome, dies_before: bool
 ) -> None:
     config = TrajectoryConfig(max_calls=2)
     shard = await restarted(config=config, max_model_len=30)
@@ -80,6 +81,8 @@ async def test_an_outcome_that_is_recorded_stays_when_it_is_said_again_to_anothe
         ticket = await shard.match_call(RUN, key, ask("a", "b", "c"))
         await shard.abandon_call(ticket.call_id, "TimeoutError", engine_lost=True)
     told = make_result(RUN, 1.0, Outcome.FINISHED)
+    if dies_before:
+        shard = await restarted(config=config, max_model_len=30)
     assert await shard.finish_run(told) is recorded
     shard = await restarted(config=config, max_model_len=30)
     assert await shard.finish_run(told) is recorded

@@ -6,7 +6,7 @@ import pytest
 
 from services.trajectory.config import TrajectoryConfig
 from services.trajectory.microstep import build_micro_steps
-from services.trajectory.outcome import OUTCOME_TABLE, Outcome
+from services.trajectory.outcome import OUTCOME_TABLE, CallTrouble, Outcome
 from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
 from services.trajectory.types import LossReason
 from tests.unit.trajectory.trees import make_call, make_tree
@@ -114,17 +114,15 @@ WAITED = {Outcome.HARNESS_TIMEOUT, Outcome.WALL_TIMEOUT}
 
 @pytest.mark.parametrize("outcome", list(Outcome))
 @pytest.mark.parametrize(
-    ("befell", "explained", "by"),
+    ("trouble", "explained", "by"),
     [
-        ({}, set(), None),
-        ({"context_overflowed"}, ENDED, Outcome.CONTEXT_LIMIT),
-        ({"turn_limited"}, ENDED | WAITED, Outcome.TURN_LIMIT),
-        ({"engine_lost"}, ENDED | WAITED | UNSCORED, Outcome.ENGINE_LOSS),
-        ({"engine_lost", "turn_limited"}, ENDED | WAITED | UNSCORED, Outcome.ENGINE_LOSS),
+        (None, set(), None),
+        (CallTrouble.CONTEXT_OVERFLOWED, ENDED, Outcome.CONTEXT_LIMIT),
+        (CallTrouble.TURN_LIMITED, ENDED | WAITED, Outcome.TURN_LIMIT),
+        (CallTrouble.ENGINE_LOST, ENDED | WAITED | UNSCORED, Outcome.ENGINE_LOSS),
     ],
 )
 def test_what_befell_the_last_call_explains_only_the_ends_that_it_causes(
-    outcome: Outcome, befell: set[str], explained: set[Outcome], by: Outcome | None
+    outcome: Outcome, trouble: CallTrouble | None, explained: set[Outcome], by: Outcome | None
 ) -> None:
-    known = {name: name in befell for name in ("context_overflowed", "turn_limited", "engine_lost")}
-    assert settle_outcome(outcome, **known) == (by if outcome in explained else outcome)
+    assert settle_outcome(outcome, trouble) == (by if outcome in explained else outcome)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from services.common.errors import ConfigError, MachineError, NotFoundError
 from services.common.types import VersionSpan
-from services.trajectory.outcome import Outcome
+from services.trajectory.outcome import CallTrouble, Outcome
 from services.trajectory.store import (
     GroupState,
     RunFilter,
@@ -193,18 +193,21 @@ def test_keys_are_kept_until_the_attempt_ends(store: Store) -> None:
     store.open_group(make_spec())
     store.open_attempt(RUN, 0, b"\x00\xffhash")
 
-    def newest() -> tuple[int, bytes | None, bool]:
+    def newest() -> tuple[int, bytes | None, CallTrouble | None]:
         attempt = store.live_groups()[0].attempts[RUN]
         assert attempt is not None
-        return attempt.attempt, attempt.key_hash, attempt.context_overflowed
+        return attempt.attempt, attempt.key_hash, attempt.trouble
 
-    assert newest() == (0, b"\x00\xffhash", False)
+    assert newest() == (0, b"\x00\xffhash", None)
     store.open_attempt(RUN, 1, b"second")
-    assert newest() == (1, b"second", False)
-    store.close_attempt(RUN, 1, context_overflowed=True)
-    assert newest() == (1, None, True)
+    assert newest() == (1, b"second", None)
+    store.note_trouble(RUN, 1, CallTrouble.ENGINE_LOST)
+    store.close_attempt(RUN, 1)
+    assert newest() == (1, None, CallTrouble.ENGINE_LOST)
     store.finish_run(make_result(RUN, 1.0, attempt=0))  # late news of an earlier attempt
-    assert newest() == (1, None, True)
+    assert newest() == (1, None, CallTrouble.ENGINE_LOST)
+    store.note_trouble(RUN, 1, None)
+    assert newest() == (1, None, None)
 
 
 def test_text_that_no_database_takes_does_no_harm(store: Store, place: Place) -> None:

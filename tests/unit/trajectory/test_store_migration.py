@@ -109,7 +109,7 @@ def check_migrated(folder: Path, store: Store) -> None:
     assert [one.spec.group_id for one in store.live_groups()] == ["ga", "gc"]
     attempt = store.live_groups()[1].attempts["gc-r0"]
     assert attempt is not None
-    assert (attempt.key_hash, attempt.context_overflowed) == (b"hash", False)
+    assert (attempt.key_hash, attempt.trouble) == (b"hash", None)
     trained = store.trained_group("gb")
     assert trained is not None
     assert trained.result is not None

@@ -67,7 +67,7 @@ def _create_tables() -> None:
         sa.Column("run_id", sa.Text, primary_key=True),
         sa.Column("attempt", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("key_hash", sa.LargeBinary),
-        sa.Column("context_overflowed", sa.Boolean, nullable=False),
+        sa.Column("trouble", sa.Text),
         sa.Column("result", sa.Text),
         sa.Column("outcome", sa.Text),
         sa.Column("reward", sa.Double),
@@ -123,10 +123,11 @@ _COPY = (
        SELECT '', run_id, group_id, position,
               (SELECT MAX(attempt) FROM former_attempts a WHERE a.run_id = r.run_id), advantage
        FROM former_runs r""",
-    """INSERT INTO attempts (job_id, run_id, attempt, key_hash, context_overflowed, result, outcome, reward, wall_s,
+    """INSERT INTO attempts (job_id, run_id, attempt, key_hash, trouble, result, outcome, reward, wall_s,
                              detail, num_calls, num_prompt_tokens, num_output_tokens, version_min, version_max,
                              size_bytes)
-       SELECT '', a.run_id, a.attempt, a.key_hash, a.context_overflowed, a.result,
+       SELECT '', a.run_id, a.attempt, a.key_hash,
+              CASE WHEN a.context_overflowed THEN 'context_overflowed' END, a.result,
               json_extract(a.result, '$.outcome'), json_extract(a.result, '$.reward'),
               json_extract(a.result, '$.wall_s'), COALESCE(json_extract(a.result, '$.detail'), ''),
               COUNT(c.call_id), COALESCE(SUM(c.num_prompt_tokens), 0), COALESCE(SUM(c.num_output_tokens), 0),
