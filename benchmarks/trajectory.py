@@ -184,7 +184,7 @@ def timed(take: Callable[[Sampled], int], calls: Sequence[Sampled]) -> tuple[lis
 
 
 def rates(calls: Sequence[Sampled], renderer: HfRenderer) -> tuple[dict[str, Any], Ingest]:
-    """The three ways, on the same run. Each way goes first once, and its better time counts."""
+    """The three ways, on the same run. The two that are compared call by call go twice, and the better time counts."""
     ingest = Ingest(renderer)
     seconds, tokens = timed(ingest.take, calls)
     prefix_match = PrefixMatch(renderer)
@@ -219,9 +219,10 @@ def rates(calls: Sequence[Sampled], renderer: HfRenderer) -> tuple[dict[str, Any
     }, ingest
 
 
-def _ms_near(wanted: int, tolerance: float, tokens: Sequence[int], seconds: Sequence[float]) -> float:
+def _ms_near(wanted: int, tolerance: float, tokens: Sequence[int], seconds: Sequence[float]) -> float | None:
+    """Median milliseconds of the calls of about so many tokens; None if the run has none."""
     near = [took for size, took in zip(tokens, seconds, strict=True) if abs(size - wanted) <= tolerance * wanted]
-    return 1e3 * statistics.median(near) if near else float("nan")
+    return 1e3 * statistics.median(near) if near else None
 
 
 def sizes(calls: Sequence[Sampled], renderer: HfRenderer) -> dict[str, float]:

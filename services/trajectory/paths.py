@@ -92,6 +92,7 @@ def calls_of_run(rows: Sequence[CallRow], selection: RunSelection | None) -> Run
         tree.append(_tree_call(row))
         num_fresh[row.record.call_id] = tree.num_tokens - before - len(row.record.output_ids)
     superseded = {tree.segments[index].call_id for index in tree.superseded()}
+    targets = None if selection is None else frozenset(selection.target_call_ids)
     by_id = {row.record.call_id: row for row in rows}
     children: dict[str, list[str]] = {call_id: [] for call_id in by_id}
     for row in rows:
@@ -103,7 +104,7 @@ def calls_of_run(rows: Sequence[CallRow], selection: RunSelection | None) -> Run
         by_id=by_id,
         children={call_id: tuple(found) for call_id, found in children.items()},
         roles=roles_of([row.record for row in rows]),
-        fates={row.record.call_id: _fate(row, selection, superseded) for row in rows},
+        fates={row.record.call_id: _fate(row, targets, superseded) for row in rows},
         num_fresh_tokens=num_fresh,
         num_tokens=tree.num_tokens,
     )
@@ -150,14 +151,14 @@ def _tree_call(row: CallRow) -> TreeCall:
     )
 
 
-def _fate(row: CallRow, selection: RunSelection | None, superseded: set[str | None]) -> Fate:
+def _fate(row: CallRow, targets: frozenset[str] | None, superseded: set[str | None]) -> Fate:
     record = row.record
     if not len(record.output_ids):
         return Fate.NOTHING
-    if selection is not None and record.call_id in selection.target_call_ids:
+    if targets is not None and record.call_id in targets:
         return Fate.TARGET
     if not is_trainable(record):
         return Fate.NOT_TRAINABLE
     if record.call_id in superseded:
         return Fate.SUPERSEDED
-    return Fate.OPEN if selection is None else Fate.LEFT_OUT
+    return Fate.OPEN if targets is None else Fate.LEFT_OUT

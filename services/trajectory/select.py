@@ -49,8 +49,7 @@ def select(
     ``max_trajectories`` paths are taken (None: no limit).
 
     A path has the role of its last sampled call; calls that ``roles`` does not name are main ones. The same tree,
-    roles, seed and run id select the same. Time: the segments, plus for each path drawn its new segments and the
-    leaves.
+    roles, seed and run id select the same. Time: the segments, plus for each path drawn its segments and the leaves.
     """
     superseded = tree.superseded()
     sampled = {index: segment for index, segment in enumerate(tree.segments) if segment.is_sampled}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -26,6 +27,10 @@ def test_every_figure_is_a_number(figures: dict[str, object]) -> None:
         "store_calls_per_s_durable",
     )
     assert all(isinstance(figures[name], float) and math.isfinite(figures[name]) for name in names)  # type: ignore[arg-type]
+
+
+def test_the_object_is_json_that_any_parser_reads(figures: dict[str, object]) -> None:
+    assert json.loads(json.dumps(figures, allow_nan=False)) == figures
 
 
 def test_a_limit_on_trajectories_saves_tokens_and_no_limit_saves_none(figures: dict[str, object]) -> None:
