@@ -1,7 +1,7 @@
 """Which stored call a request continues: conversations as a tree of messages, kept as digests only.
 
 A harness sends its whole history with every call. A walk down the tree costs one digest and one look-up a message;
-what was seen before is neither rendered nor compared again, and no text is kept.
+what was seen before is neither rendered nor compared again, and no message's text is kept.
 """
 
 from __future__ import annotations

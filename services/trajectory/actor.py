@@ -239,6 +239,7 @@ class TrajectoryShard:
             if run.log is not None:
                 run.log.close()
         await self._commit(self._store.end_group, group_id, GroupState.DROPPED, reason)
+        self._seal(group)
 
     async def recover(self, trained_step: int) -> list[GroupResult]:
         """Take up a job from the checkpoint of ``trained_step``: the groups that are ready to be trained.
@@ -255,6 +256,7 @@ class TrajectoryShard:
             if not group.is_complete:
                 reason = "the job stopped before all runs of the group had ended"
                 await self._commit(self._store.end_group, group_id, GroupState.CANCELLED, reason)
+                self._seal(group)
                 continue
             self._groups[group_id] = group
             result = await self.finish_group(group_id)
@@ -363,14 +365,16 @@ class TrajectoryShard:
     async def _append(self, record: CallRecord) -> None:
         run = self._find_run(record.run_id)
         if run is None:
-            raise AccessError(f"run {record.run_id} is over.")
+            raise AccessError(f"run {record.run_id} is over.", "Its group was dropped or trained meanwhile.")
         async with run.lock:
             await self._load(run)
             log = run.log
             if log is not None and record.call_id in log.tree:
                 return
             if log is None or log.attempt != record.attempt or not log.is_open:
-                raise AccessError(f"attempt {record.attempt} of run {record.run_id} is closed.")
+                raise AccessError(
+                    f"attempt {record.attempt} of run {record.run_id} is closed.", "No harness waits for it."
+                )
             check_record(record)
             row = log.row(record)
             if not await self._commit(self._store.append_call, row):
@@ -383,12 +387,18 @@ class TrajectoryShard:
         result = settlement.result
         await self._commit(self._store.finish_group, result, settlement.settled)
         group.result, group.scored = result, settlement.runs
-        if not result.ready:
-            self._groups.pop(group.spec.group_id, None)
+        if not result.ready and self._groups.get(group.spec.group_id) is group:
+            del self._groups[group.spec.group_id]
         labels = {"job": self._job_id, "reason": result.loss_reason or "ready"}
         metric("tidegate_groups_settled_total").inc(1, **labels)
         metric("tidegate_left_out_tokens_total").inc(result.num_left_out, job=self._job_id)
         return result
+
+    def _seal(self, group: LiveGroup | None) -> None:
+        """Have the calls of a group that was given up moved into objects, as those of ended runs are."""
+        for run in group.runs.values() if group is not None else ():
+            if run.log is not None:
+                self._store.seal_run(run.run_id, run.log.attempt)
 
     async def _settlement(self, group: LiveGroup, *, drop_equal_rewards: bool) -> Settlement:
         for run in group.runs.values():

@@ -1,4 +1,8 @@
-"""The live runs of a shard: what later calls are built on, kept once per token; of messages digests only."""
+"""The live runs of a shard: what later calls are built on, kept once per token; of messages digests.
+
+Kept whole are a conversation's tools and what tells roles apart: system prompts, and the newest answers that nothing
+continues.
+"""
 
 from __future__ import annotations
 

@@ -112,13 +112,22 @@ def finish_group(
     settled: Mapping[str, tuple[float, RunSelection | None]],
     now_s: float,
 ) -> None:
-    """Record what became of a group: its result, the advantage of each counted run and what was selected of it."""
+    """Record what became of an open group: its result, the advantage of each counted run and what was selected of it.
+
+    One that was given up meanwhile stays so.
+    """
     state = GroupState.READY if result.ready else GroupState.LOST
-    db.execute(
+    changed = db.execute(
         sa.update(groups)
-        .where(groups.c.job_id == scope.job_id, groups.c.group_id == result.group_id)
+        .where(
+            groups.c.job_id == scope.job_id,
+            groups.c.group_id == result.group_id,
+            groups.c.state == GroupState.OPEN,
+        )
         .values(state=state, reason=plain_text(result.reason), result=result_json(result), ended_at_s=now_s)
     )
+    if changed.rowcount == 0:
+        return
     for run_id, (advantage, selection) in settled.items():
         chosen = None if selection is None else selection_json(selection)
         db.execute(

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,15 @@ async def started(shard: TrajectoryShard, num_runs: int = 2, **spec: Any) -> str
     """A group with its first run started; the run's key."""
     await shard.open_group(make_spec(num_runs=num_runs, **spec))
     return await shard.open_attempt(RUN, 0)
+
+
+@contextlib.contextmanager
+def held_up(shard: TrajectoryShard) -> Iterator[None]:
+    """Until the end of the block the store writes nothing; then what was submitted, in order."""
+    gate = threading.Event()
+    shard._store.submit(gate.wait, 30)
+    yield
+    gate.set()
 
 
 async def micro_steps(shard: TrajectoryShard, group_id: str) -> list[MicroStep]:
@@ -564,6 +574,33 @@ async def test_a_dropped_group_takes_no_calls_and_records_its_unfinished_runs(op
     ]
     with pytest.raises(NotFoundError):
         await shard.finish_run(make_result("g000099-r0", None))
+
+
+async def test_a_group_that_is_dropped_while_it_is_settled_stays_dropped(opened: OpenShard) -> None:
+    shard = opened()
+    await shard.open_group(make_spec())
+    await run_to_end(shard, RUN, 1.0)
+    await run_to_end(shard, "g000000-r1", 0.0)
+    with held_up(shard):
+        settling = asyncio.create_task(shard.finish_group("g000000"))
+        dropping = asyncio.create_task(shard.drop_group("g000000", "too old"))
+        await asyncio.sleep(0)  # both are on their way; the drop is written first
+    await asyncio.gather(settling, dropping)
+    shard = await reopened(opened, shard)
+    assert await shard.recover(0) == []
+    assert [one.advantage for one in await shard.run_summaries("g000000")] == [None, None]
+
+
+async def test_the_calls_of_a_group_that_is_given_up_are_sealed(opened: OpenShard, tmp_path: Path) -> None:
+    shard = opened()
+    for index in range(2):
+        await shard.open_group(make_spec(index))
+        await call(shard, f"g00000{index}-r0", await shard.open_attempt(f"g00000{index}-r0", 0), ask("a"), "b")
+    await shard.drop_group("g000000", "too old")
+    await shard.recover(0)
+    await shard.close()
+    objects = (tmp_path / "blobs").rglob("*.parquet")
+    assert sorted(path.name.rpartition("-")[0] for path in objects) == ["g000000-r0-a0", "g000001-r0-a0"]
 
 
 async def test_calls_of_one_run_may_come_at_once(opened: OpenShard) -> None:
