@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
+from services.common.errors import MachineError
 from services.rollout.types import RunResult
 from services.trajectory.encoding import CallRow
 from services.trajectory.outcome import CallTrouble
@@ -21,6 +22,7 @@ from services.trajectory.store import operations, reading, retention
 from services.trajectory.store.config import StoreConfig
 from services.trajectory.store.dialect import (
     connect,
+    first_line,
     lock_file,
     lock_session,
     postgres_engine,
@@ -239,12 +241,21 @@ class Store:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sa.Connection]:
-        """One consistent view: the writer's own inside an operation, else that of a connection of its own."""
+        """One consistent view: the writer's own inside an operation, else that of a connection of its own.
+
+        ``MachineError`` if it cannot be read.
+        """
         if self.commits.is_inside:
             yield self._db
         else:
-            with contextlib.closing(connect(self._reader, self._config.reconnect_timeout_s)) as db, db.begin():
-                yield db
+            try:
+                with contextlib.closing(connect(self._reader, self._config.reconnect_timeout_s)) as db, db.begin():
+                    yield db
+            except sa.exc.DBAPIError as error:
+                raise MachineError(
+                    f"the store could not be read ({first_line(error)}).",
+                    "See that its disk and its database answer.",
+                ) from error
 
     def _discard(self, refs: list[str]) -> None:
         if refs:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -233,6 +235,18 @@ def test_a_store_has_one_writer(store: Store, place: Place, monkeypatch: pytest.
         Store(place.config(), place.job_id, 0, place.folder)
     store.close()
     place.open()
+
+
+def test_a_store_that_cannot_be_read_is_the_machines_fault(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    store = place.open()
+    store.open_group(make_spec())
+    with contextlib.closing(sqlite3.connect(tmp_path / "shard-0.sqlite3")) as db:
+        db.execute("ALTER TABLE calls RENAME TO gone")
+    with pytest.raises(MachineError, match="could not be read") as error:
+        store.calls(RUN, 0)
+    assert error.value.hint
+    place.close()
 
 
 def test_a_closed_store_takes_nothing(store: Store) -> None:
