@@ -137,6 +137,7 @@ class _Job:
         self._start_cells()
         self._start_training()
         num_runners = self._start_runners()
+        self._await_shards()
         scheduler = SchedulerLink(self._start_scheduler(num_runners), progress.note)
         address = scheduler.start()
         self._write_access(address)
@@ -192,6 +193,12 @@ class _Job:
             )
             if self._resume is not None:
                 self._resume = _recover(shard, index, config.trajectory.num_shards, self._resume)
+
+    def _await_shards(self) -> None:
+        """A shard that cannot open its store ends the job here, with the reason."""
+        for index in range(self._config.trajectory.num_shards):
+            shard = ray.get_actor(shard_actor(self._plan.job_id, index), RAY_NAMESPACE)
+            answer(shard.run_summaries.remote(limit=1), f"shard {index}", START_TIMEOUT_S)
 
     def _sampling(self, temperature: float | None) -> Sampling:
         sampling = self._config.rollout.sampling

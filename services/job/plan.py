@@ -26,6 +26,7 @@ from services.rollout.tasks import load_task_set
 from services.rollout.types import Task
 from services.scheduler.options import JobOptions
 from services.trainer.backends.models import check_architecture
+from services.trajectory.store.check import check_store, describe_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Plan:
         table.add_row("tasks", f"{len(self.train_tasks)} to train on, {len(self.heldout_tasks)} held out")
         table.add_row("harness", f"{harness}, sandbox: {sandbox}")
         table.add_row("scorer", describe(config.rollout.scoring))
+        table.add_row("store", describe_store(config.trajectory.store))
         table.add_row("cells", f"{config.rollout.cells.num_cells} (cell-0 is the core)")
         table.add_row(
             "steps",
@@ -88,6 +90,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     check_scoring(config.rollout.scoring)
     check_wandb(config.output.wandb_project)
     if not cluster_address(config.ray):  # in a cluster others listen: its ingress is shared, actors lie on any node
+        check_store(config.trajectory.store)
         check_port(config.proxy.host, config.proxy.port, "proxy.host", "proxy.port")
         check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_host", "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
@@ -119,6 +122,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
         eval_group_size=config.eval.group_size,
         seed=config.seed,
     )
+    config = _with_own_store(config, job_id)
     return Plan(job_id, config, folder, model_path, train_tasks, heldout_tasks, options, commit)
 
 
@@ -168,6 +172,15 @@ def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
         scoring = scoring.model_copy(update={"python_path": folders})
     rollout = config.rollout.model_copy(update={"harness": absolute, "scoring": scoring})
     return config.model_copy(update={"rollout": rollout})
+
+
+def _with_own_store(config: JobConfig, job_id: JobId) -> JobConfig:
+    """SQLite files belong to one job: where jobs share a folder, each has its own in it."""
+    store = config.trajectory.store
+    if not store.url.startswith("sqlite:"):
+        return config
+    store = store.model_copy(update={"url": f"{store.url.rstrip('/')}/{job_id}"})
+    return config.model_copy(update={"trajectory": config.trajectory.model_copy(update={"store": store})})
 
 
 def _commit_of(folder: Path) -> Commit:

@@ -151,3 +151,9 @@ class RolloutConfig(BaseModel):
     run_timeout_s: float | None = Field(default=None, gt=0)
     """Limit of a whole attempt of a run before its scoring: workspace, sandbox and harness. Its work is salvaged and
     scored, as at the harness's own limit. None: no other limit than that one."""
+
+    @field_validator("scoring", mode="before")
+    @classmethod
+    def _is_harbor_by_default(cls, value: object) -> object:
+        """Keys of the default scorer need no ``kind``."""
+        return {"kind": "harbor", **value} if isinstance(value, dict) else value

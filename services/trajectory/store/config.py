@@ -24,8 +24,8 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str = ""
-    """Empty: SQLite files in the job's folder. `sqlite:///FOLDER`, or `postgresql://USER@HOST/DATABASE` (its password
-    comes from `~/.pgpass` or `PGPASSWORD`)."""
+    """Empty: SQLite files in the job's folder. `sqlite:////FULL/PATH` (a folder in which each job gets its own), or
+    `postgresql://USER@HOST/DATABASE` (its password comes from `~/.pgpass` or `PGPASSWORD`)."""
     blob_url: str = ""
     """Objects with the calls of ended attempts. Empty: the folder `blobs` in the job's store folder. `file:///FOLDER`,
     or `s3://BUCKET/PREFIX`, with `?region=...` or `?endpoint_override=HOST:PORT&scheme=http`."""
@@ -40,13 +40,16 @@ class StoreConfig(BaseModel):
     @classmethod
     def _names_a_database(cls, url: str) -> str:
         if url and not url.startswith(("sqlite:///", "postgresql://", "postgres://", "postgresql+psycopg://")):
-            raise ValueError("give sqlite:///FOLDER or postgresql://USER@HOST/DATABASE")
+            raise ValueError("give sqlite:////FULL/PATH or postgresql://USER@HOST/DATABASE")
+        if url.startswith("sqlite:") and not url.startswith("sqlite:////"):
+            raise ValueError("write the whole path of the folder, as sqlite:////FULL/PATH (four slashes)")
         return _without_secret(url, "put it into ~/.pgpass or PGPASSWORD")
 
     @field_validator("blob_url")
     @classmethod
     def _names_a_place(cls, url: str) -> str:
-        if url and not url.startswith(("file:///", "s3://")):
+        parts = urlsplit(url)
+        if url and not url.startswith("file:///") and not (parts.scheme == "s3" and parts.hostname):
             raise ValueError("give file:///FOLDER or s3://BUCKET/PREFIX")
         return _without_secret(url, "put it into AWS_SECRET_ACCESS_KEY, or give the machine a role")
 

@@ -101,7 +101,7 @@ def postgres_url(url: str) -> sa.URL:
     return parsed.set(drivername="postgresql+psycopg")
 
 
-_URL_HINT = "Give sqlite:///FOLDER or postgresql://USER@HOST/DATABASE as trajectory.store.url."
+_URL_HINT = "Give sqlite:////FULL/PATH or postgresql://USER@HOST/DATABASE as trajectory.store.url."
 
 
 def postgres_engine(url: sa.URL, *, read_only: bool) -> sa.Engine:

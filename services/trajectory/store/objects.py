@@ -111,6 +111,19 @@ class ObjectStore:
             raise _away(self._url, error) from error
         return [self._ref(f"{self._prefix}{name}") for name in names]
 
+    def check(self) -> None:
+        """``ConfigError`` if the bucket of S3 does not exist, ``MachineError`` if it cannot be reached."""
+        from pyarrow import fs
+
+        filesystem, where = self._remote(self._url)
+        bucket = where.partition("/")[0]
+        try:
+            info = filesystem.get_file_info(bucket)
+        except OSError as error:
+            raise _away(self._url, error) from error
+        if info.type == fs.FileType.NotFound:
+            raise ConfigError(f"there is no bucket {bucket!r}.", "Make it, or mend trajectory.store.blob_url.")
+
     def _ref(self, key: str) -> str:
         if not self._url:
             return key

@@ -5,12 +5,15 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.errors import ConfigError
+from services.common.ids import JobId
 from services.job.commit import Commit, read_commit, write_commit
-from services.job.plan import _commit_of, _from, check_output, checkpoints_of
+from services.job.config import JobConfig
+from services.job.plan import _commit_of, _from, _with_own_store, check_output, checkpoints_of
 from services.scheduler.types import Counters, ReadyGroup, ResumeState
 from services.trajectory.types import GroupResult, GroupSpec
 
@@ -85,3 +88,24 @@ def test_an_output_folder_that_is_read_only_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     with pytest.raises(ConfigError, match="cannot be written"):
         check_output(tmp_path / "runs")
+
+
+def make_config(**keys: Any) -> JobConfig:
+    return JobConfig.model_validate({"name": "t", "model": {"path": "tiny-qwen3"}, "tasks": {"train": "tasks"}, **keys})
+
+
+def test_jobs_that_share_a_folder_of_sqlite_files_share_no_file(tmp_path: Path) -> None:
+    """Group ids are the same in every job: in one file a job would replace the groups of another."""
+    config = make_config(trajectory={"store": {"url": f"sqlite:///{tmp_path}/"}})
+    urls = [_with_own_store(config, JobId(name)).trajectory.store.url for name in ("a", "b")]
+    assert urls == [f"sqlite:///{tmp_path}/a", f"sqlite:///{tmp_path}/b"]
+    for url in ("", "postgresql://me@db/runs"):
+        config = make_config(trajectory={"store": {"url": url}})
+        assert _with_own_store(config, JobId("a")).trajectory.store.url == url
+
+
+def test_keys_of_the_default_scorer_need_no_kind() -> None:
+    config = make_config(rollout={"scoring": {"timeout_s": 5}})
+    assert (config.rollout.scoring.kind, config.rollout.scoring.timeout_s) == ("harbor", 5)
+    with pytest.raises(ValueError, match="path"):
+        make_config(rollout={"scoring": {"path": "vowels:score"}})
