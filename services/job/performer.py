@@ -52,6 +52,7 @@ from services.scheduler.events import (
     CellUpdating,
     CheckpointSaved,
     GroupScored,
+    HarnessEnded,
     PublicationEnded,
     RunEnded,
     RunStarted,
@@ -249,7 +250,11 @@ class ClusterPerformer:
             async with asyncio.timeout(timeout_s):
                 running = runner.run.remote(spec)
                 emit(RunStarted(action.run_id, action.attempt))  # not before it is on its way to the runner
-                return await running, None
+                noting = asyncio.ensure_future(_note_scoring(runner, action, emit))
+                try:
+                    return await running, None
+                finally:
+                    noting.cancel()
         except RayError as error:
             reason = f"the runner died: {one_line(error)}"
             lost_runner = runner if isinstance(error, RayActorError) else None
@@ -413,6 +418,12 @@ async def _of_shard(answer: Awaitable[Any]) -> Any:
             f"a trajectory shard gave no answer within {_SHARD_TIMEOUT_S:g} s.",
             "See its log, and whether the disk of output.dir answers.",
         ) from None
+
+
+async def _note_scoring(runner: Any, action: StartRun, emit: Emit) -> None:
+    with contextlib.suppress(RayError):  # whoever waits for the attempt's result sees it too
+        if await runner.harness_ended.remote(action.run_id, action.attempt):
+            emit(HarnessEnded(action.run_id, action.attempt))
 
 
 def _lost(action: StartRun, outcome: Outcome, reason: str, wall_s: float) -> RunResult:

@@ -23,13 +23,16 @@ class _Attempt:
     """An attempt that runs, or has ended and was not forgotten."""
 
     cancel: threading.Event = field(default_factory=threading.Event)
+    scoring: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its harness has ended, and what it left is being scored."""
     task: asyncio.Task[RunResult] | None = None
 
 
 class Runner:
     """Executes attempts of runs, each in a thread that waits for its sandbox and then for its scorer.
 
-    Both have their own time limits, so no run waits for the scoring of another.
+    Both have their own time limits. As many attempts may be scored at once as harnesses run: slow scoring holds up no
+    harness.
 
     An attempt belongs to the runner, not to whoever asked for it: a scheduler that dies and asks again finds the
     attempt still running, or its result.
@@ -52,7 +55,7 @@ class Runner:
             scoring=scoring,
             run_timeout_s=run_timeout_s,
         )
-        self._threads = ThreadPoolExecutor(harness.max_concurrent_runs, thread_name_prefix="run")
+        self._threads = ThreadPoolExecutor(2 * harness.max_concurrent_runs, thread_name_prefix="run")
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         """In the order in which they came."""
 
@@ -66,14 +69,30 @@ class Runner:
         attempt = self._attempts.get(key)
         if attempt is None:
             attempt = self._attempts[key] = _Attempt()
-            attempt.task = asyncio.create_task(self._run(spec, attempt.cancel))
+            attempt.task = asyncio.create_task(self._run(spec, attempt))
             self._forget_the_oldest()
         assert attempt.task is not None
         return await asyncio.shield(attempt.task)
 
-    async def _run(self, spec: RunSpec, cancel: threading.Event) -> RunResult:
-        execute = functools.partial(self._execute, spec, cancel=cancel)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, execute)
+    async def harness_ended(self, run_id: str, attempt: int) -> bool:
+        """Wait for the end of an attempt's harness. False if nothing is scored then, or no such attempt is here."""
+        found = self._attempts.get((run_id, attempt))
+        if found is None or found.task is None:
+            return False
+        scoring = asyncio.create_task(found.scoring.wait())
+        await asyncio.wait({scoring, found.task}, return_when=asyncio.FIRST_COMPLETED)
+        scoring.cancel()
+        return not found.task.done()
+
+    async def _run(self, spec: RunSpec, attempt: _Attempt) -> RunResult:
+        loop = asyncio.get_running_loop()
+        execute = functools.partial(
+            self._execute,
+            spec,
+            cancel=attempt.cancel,
+            harness_ended=lambda: loop.call_soon_threadsafe(attempt.scoring.set),
+        )
+        return await loop.run_in_executor(self._threads, execute)
 
     async def cancel(self, attempts: list[tuple[str, int]]) -> None:
         """End these attempts now, if they run here."""

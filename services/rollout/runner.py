@@ -15,6 +15,7 @@ import json
 import stat
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def run_attempt(
     keep_workspace: bool = True,
     scoring: ScoringSetup = BY_TASKS,
     run_timeout_s: float | None = None,
+    harness_ended: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Execute one attempt of a run to its final outcome. Blocks; nothing of it runs any more when it returns.
 
@@ -74,8 +76,9 @@ def run_attempt(
     ``run_timeout_s`` (which counts from now; None: no such limit). Whatever it left is salvaged first and, where the
     outcome table says so, scored. ``cancel`` ends the attempt within a fraction of a second. Without
     ``keep_workspace`` the work is removed at the end, unless it is without a score and nobody cancelled the run.
+    ``harness_ended`` is called where scoring begins.
     """
-    result = _execute(spec, harness, sandbox, cancel or threading.Event(), scoring, run_timeout_s)
+    result = _execute(spec, harness, sandbox, cancel or threading.Event(), scoring, run_timeout_s, harness_ended)
     is_lost = result.reward is None and result.outcome not in (Outcome.CANCELLED, Outcome.SETUP_FAILURE)
     if keep_workspace or is_lost:
         return result
@@ -90,6 +93,7 @@ def _execute(
     cancel: threading.Event,
     scoring: ScoringSetup,
     run_timeout_s: float | None,
+    harness_ended: Callable[[], None],
 ) -> RunResult:
     start_s = time.monotonic()
     run_dir = Path(spec.run_dir)
@@ -108,6 +112,7 @@ def _execute(
         return _result(spec, start_s, Outcome.SETUP_FAILURE, f"cannot keep the run's work: {error}", ended)
     if not OUTCOME_TABLE[outcome].scored:
         return _result(spec, start_s, outcome, ended.detail, ended)
+    harness_ended()
     verdict = _score(spec, outcome, ended, sandbox, cancel, scoring)
     detail = f"{ended.detail}; {verdict.detail}"
     return _result(spec, start_s, verdict.score.failure or outcome, detail, ended, verdict)

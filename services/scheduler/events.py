@@ -89,6 +89,14 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class HarnessEnded:
+    """The harness of an attempt has ended, and what it left is being scored: it makes no further call."""
+
+    run_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
     """An attempt ended. Sent once for every attempt that was started, also for aborted ones."""
 
@@ -219,6 +227,7 @@ Event = (
     | CellDrained
     | CellAdmitted
     | RunStarted
+    | HarnessEnded
     | RunEnded
     | GroupScored
     | TrainingProgressed

@@ -24,6 +24,8 @@ class RunStatus(StrEnum):
     STARTING = "starting"
     """It has a slot; its key is not open yet."""
     RUNNING = "running"
+    SCORING = "scoring"
+    """Its harness has ended and its slot is free; what it left is being scored."""
     ENDED = "ended"
 
 
@@ -71,8 +73,13 @@ class Run:
     """This attempt was ended by the scheduler; later news of it means nothing."""
 
     @property
-    def is_active(self) -> bool:
+    def holds_slot(self) -> bool:
         return self.status in (RunStatus.STARTING, RunStatus.RUNNING)
+
+    @property
+    def is_active(self) -> bool:
+        """An attempt is under way, of which a ``RunEnded`` will tell."""
+        return self.holds_slot or self.status is RunStatus.SCORING
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +131,9 @@ class GroupBook:
         self._starting: dict[str, Run] = {}
         """In the order in which they got their slots."""
         self.ready: dict[str, Group] = {}
-        self.num_active_runs = 0
+        self.num_slots_taken = 0
+        self.num_scoring_runs = 0
+        """Runs whose harness has ended and whose score is awaited."""
         self.num_scoring = 0
         self.num_outstanding = 0
         """Training groups that are unfinished, or ready but untrained."""
@@ -153,6 +162,11 @@ class GroupBook:
         """w: unfinished runs, held-out ones included, for they occupy slots too."""
         training, evaluation = self._training, self._evaluation
         return training.dispatched - training.ended + evaluation.dispatched - evaluation.ended
+
+    @property
+    def num_active_runs(self) -> int:
+        """Attempts under way."""
+        return self.num_slots_taken + self.num_scoring_runs
 
     @property
     def num_queued(self) -> int:
@@ -232,20 +246,28 @@ class GroupBook:
         self._queue_of(run).popleft()
         run.status, run.slot_since_s = RunStatus.STARTING, now_s
         self._starting[run.run_id] = run
-        self.num_active_runs += 1
+        self.num_slots_taken += 1
         self._count_start(run)
 
     def mark_running(self, run: Run) -> None:
-        if run.status is RunStatus.RUNNING:
+        if run.status in (RunStatus.RUNNING, RunStatus.SCORING):
             return  # said again after a restart of the scheduler
         if run.status is not RunStatus.STARTING:
             raise InvariantError(f"run {run.run_id} started while {run.status}.")
         del self._starting[run.run_id]
         run.status = RunStatus.RUNNING
 
+    def begin_scoring_run(self, run: Run) -> None:
+        """Its harness has ended: its slot is free for another run."""
+        if run.status is RunStatus.SCORING:
+            return  # said again after a restart of the scheduler
+        self._leave_slot(run)
+        run.status = RunStatus.SCORING
+        self.num_scoring_runs += 1
+
     def requeue(self, run: Run, outcome: Outcome) -> None:
         """A further attempt, before all runs that never had one."""
-        self._leave_slot(run)
+        self._leave(run)
         run.attempt, run.status, run.given_up = run.attempt + 1, RunStatus.QUEUED, False
         self._queue_of(run).appendleft(run)
         self.num_retries[outcome] = self.num_retries.get(outcome, 0) + 1
@@ -253,7 +275,7 @@ class GroupBook:
     def end(self, run: Run, outcome: Outcome, reward: float | None) -> None:
         """The run is final."""
         if run.is_active:
-            self._leave_slot(run)
+            self._leave(run)
         elif run.status is RunStatus.QUEUED:
             self._queue_of(run).remove(run)
             self._count_start(run)
@@ -264,11 +286,18 @@ class GroupBook:
         self._tally_of(run.group).ended += 1
         self.num_outcomes[outcome] = self.num_outcomes.get(outcome, 0) + 1
 
+    def _leave(self, run: Run) -> None:
+        """Its attempt is over."""
+        if run.status is RunStatus.SCORING:
+            self.num_scoring_runs -= 1
+        else:
+            self._leave_slot(run)
+
     def _leave_slot(self, run: Run) -> None:
-        if not run.is_active:
+        if not run.holds_slot:
             raise InvariantError(f"run {run.run_id} ended while {run.status}.")
         self._starting.pop(run.run_id, None)
-        self.num_active_runs -= 1
+        self.num_slots_taken -= 1
 
     def _count_start(self, run: Run) -> None:
         if not run.left_queue:

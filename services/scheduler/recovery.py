@@ -137,7 +137,7 @@ class Replay:
                 (run.run_id, run.attempt)
                 for group in state.book.live()
                 for run in group.runs.values()
-                if run.status is RunStatus.RUNNING
+                if run.status in (RunStatus.RUNNING, RunStatus.SCORING)
             ),
             cells=tuple(cell.cell_id for cell in state.cells if cell.is_live),
             training=tuple(cell.cell_id for cell in state.cells if cell.role is CellRole.TRAIN),

@@ -168,7 +168,7 @@ def _train(state: JobState) -> bool:
 
 def _start_runs(state: JobState) -> bool:
     """Queued runs take free slots of serving cells, held-out runs first."""
-    while state.book.num_active_runs < state.options.max_concurrent_runs:
+    while state.book.num_slots_taken < state.options.max_concurrent_runs:
         run = state.book.next_queued()
         if run is None:
             return False
@@ -180,7 +180,7 @@ def _start_runs(state: JobState) -> bool:
         group = run.group
         state.decide(
             StartRun(run.run_id, run.attempt, group.group_id, group.task_index, cell_id, group.spec.is_eval),
-            f"{why}; {state.book.num_active_runs} of {state.options.max_concurrent_runs} runs run",
+            f"{why}; {state.book.num_slots_taken} of {state.options.max_concurrent_runs} runs run",
         )
     return False
 
@@ -222,7 +222,9 @@ def _give_up_when_stuck(state: JobState) -> bool:
     can_serve = state.cells.any_can_serve
     if can_serve and state.status is JobStatus.STARTING:
         return False
-    if state.checkpoint or state.new_best or state.book.num_scoring or (can_serve and state.book.num_active_runs):
+    if state.checkpoint or state.new_best or state.book.num_scoring or state.book.num_scoring_runs:
+        return False
+    if can_serve and state.book.num_slots_taken:
         return False
     if can_serve:
         raise InvariantError("the job waits for nothing.")

@@ -35,6 +35,7 @@ from services.scheduler.events import (
     CheckpointSaved,
     DrainRequested,
     GroupScored,
+    HarnessEnded,
     PolicyRequested,
     PublicationEnded,
     RunEnded,
@@ -150,6 +151,13 @@ def _on_run_started(state: JobState, event: RunStarted) -> None:
     run = state.book.find_run(event.run_id, event.attempt)
     if run is not None:
         state.book.mark_running(run)
+
+
+def _on_harness_ended(state: JobState, event: HarnessEnded) -> None:
+    run = state.book.find_run(event.run_id, event.attempt)
+    if run is not None and run.is_active:
+        state.cells.release(run.run_id)
+        state.book.begin_scoring_run(run)
 
 
 def _on_run_ended(state: JobState, event: RunEnded) -> None:
@@ -406,6 +414,7 @@ HANDLERS: dict[type[Any], Callable[[JobState, Any], None]] = {
     CellDrained: _on_cell_drained,
     CellAdmitted: _on_cell_admitted,
     RunStarted: _on_run_started,
+    HarnessEnded: _on_harness_ended,
     RunEnded: _on_run_ended,
     GroupScored: _on_group_scored,
     TrainingProgressed: _on_training_progressed,

@@ -28,6 +28,7 @@ def make_snapshot(state: JobState) -> dict[str, Any]:
         "water_level": book.water_level,
         "queued_runs": book.num_queued,
         "active_runs": book.num_active_runs,
+        "scoring_runs": book.num_scoring_runs,
         "ready_groups": len(book.ready),
         "outstanding_groups": book.num_outstanding,
         "trained_groups": book.num_trained,

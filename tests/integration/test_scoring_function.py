@@ -135,10 +135,13 @@ def test_cancelling_ends_a_function_at_once(job: Job, scoring: Scoring, tmp_path
 async def test_a_hanging_scorer_holds_up_no_other_run(job: Job, scoring: Scoring, tmp_path: Path) -> None:
     body = f'while run.run_id.endswith("r0"): open("{tmp_path}/hangs", "w").close(); time.sleep(0.01)\nreturn 1'
     config = scoring(body, timeout_s=120)
-    runner = Runner(job.harness(), SANDBOX, keep_workspaces=False, scoring=job.setup(config))
+    one_at_once = job.harness().model_copy(update={"max_concurrent_runs": 1})
+    runner = Runner(one_at_once, SANDBOX, keep_workspaces=False, scoring=job.setup(config))
     hanging = asyncio.create_task(runner.run(job.spec("g000000-r0")))
     await until((tmp_path / "hangs").exists)
+    assert await runner.harness_ended("g000000-r0", 0)  # so the scheduler gives its slot to another
     other = await runner.run(job.spec("g000000-r1"))
+    assert not await runner.harness_ended("g000000-r1", 0)
     assert (other.outcome, other.reward) == (Outcome.FINISHED, 1.0), other.detail
     assert not hanging.done()
     await runner.cancel([("g000000-r0", 0)])

@@ -28,6 +28,7 @@ from services.scheduler.events import (
     CheckpointSaved,
     Event,
     GroupScored,
+    HarnessEnded,
     RunEnded,
     RunStarted,
 )
@@ -94,6 +95,7 @@ class World:
             cancel=Method(None),
             forget=Method(None),
             keep_only=Method([]),
+            harness_ended=Method(False),
             __ray_ready__=Method(True),
         )
         self.cell = Actor(start=Method("127.0.0.1:1"), status=Method(None), __ray_ready__=Method(True))
@@ -144,6 +146,22 @@ async def test_a_run_ends_with_the_outcome_that_its_shard_recorded(world: World)
     [(spec,)] = world.runner.run.calls
     assert spec.base_url == "http://127.0.0.1:1/j/run/g000000-r0.key"
     assert world.shard.close_attempt.calls == [("g000000-r0", 0)]
+
+
+async def test_the_end_of_a_harness_is_told_while_its_work_is_scored(world: World) -> None:
+    scored = asyncio.Event()
+
+    async def score() -> RunResult:
+        await scored.wait()
+        return FINISHED
+
+    world.runner.run, world.runner.harness_ended = Method(score), Method(True)
+    performing = asyncio.create_task(world.performer().perform(START, world.events.append))
+    await until(lambda: HarnessEnded("g000000-r0", 0) in world.events)
+    assert not performing.done()
+    scored.set()
+    await performing
+    assert [type(event) for event in world.events] == [RunStarted, HarnessEnded, RunEnded]
 
 
 async def test_a_run_of_a_dead_runner_is_lost_and_its_slot_is_free_when_the_runner_is_back(world: World) -> None:

@@ -36,6 +36,7 @@ from services.scheduler.events import (
     CellUpdating,
     CheckpointSaved,
     GroupScored,
+    HarnessEnded,
     PublicationEnded,
     RunEnded,
     RunStarted,
@@ -147,6 +148,45 @@ def test_a_run_that_ends_frees_its_slot_for_the_next() -> None:
     assert len(decided(world, StartRun)) == 2
     finish_runs(world, 1)
     assert len(decided(world, StartRun)) == 3
+
+
+def test_a_run_whose_work_is_being_scored_holds_no_slot_but_is_unfinished() -> None:
+    world = opened((1, 1), max_concurrent_runs=2)
+    first, second = (start.run_id for start in decided(world, StartRun))
+    for run_id in (first, second):
+        world.attempts[(run_id, 0)] = "scoring"
+        world.feed(RunStarted(run_id, 0))
+        world.feed(HarnessEnded(run_id, 0))
+    assert len(decided(world, StartRun)) == 4  # a scorer that hangs holds up no other run
+    snapshot = world.state.snapshot()
+    assert (snapshot["active_runs"], snapshot["scoring_runs"], snapshot["ended"]) == (4, 2, 0)
+    assert {run_id for run_id, _ in world.state.routes().affinity}.isdisjoint({first, second})
+    assert world.state.active_attempts()[:2] == ((first, 0), (second, 0))  # a restarted scheduler asks for them again
+
+
+def test_what_is_said_again_of_a_run_that_is_scored_changes_nothing() -> None:
+    world = opened((1, 1))
+    run_id = decided(world, StartRun)[0].run_id
+    world.attempts[(run_id, 0)] = "scoring"
+    for event in (HarnessEnded(run_id, 0), HarnessEnded(run_id, 0), RunStarted(run_id, 0)):
+        world.feed(event)
+    assert world.state.snapshot()["scoring_runs"] == 1
+    world.unfinished.discard(run_id)
+    world.feed(RunEnded(run_id, 0, Outcome.FINISHED, 1.0))
+    world.feed(HarnessEnded(run_id, 0))  # late news
+    assert world.state.snapshot()["scoring_runs"] == 0
+
+
+def test_a_run_whose_runner_dies_while_it_is_scored_is_tried_again() -> None:
+    world = opened((4, 4))
+    run_id = decided(world, StartRun)[0].run_id
+    world.attempts[(run_id, 0)] = "scoring"
+    world.feed(RunStarted(run_id, 0))
+    world.feed(HarnessEnded(run_id, 0))
+    world.attempts[(run_id, 0)] = "ended"
+    world.feed(RunEnded(run_id, 0, Outcome.RUNNER_LOSS))
+    assert [start.attempt for start in decided(world, StartRun) if start.run_id == run_id] == [0, 1]
+    assert world.state.snapshot()["scoring_runs"] == 0
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from services.scheduler.events import (
     DrainRequested,
     Event,
     GroupScored,
+    HarnessEnded,
     PublicationEnded,
     Request,
     RunEnded,
@@ -213,7 +214,7 @@ class World:
                 self.pending.append(action)
             case AbortRuns(attempts, _):
                 for key in attempts:
-                    assert self.attempts[key] in ("starting", "running"), f"{key} is {self.attempts[key]}"
+                    assert self.attempts[key] in ("starting", "running", "scoring"), f"{key} is {self.attempts[key]}"
                     self.attempts[key] = "aborted"
             case DropGroup(group_id, _):
                 self._end_group(group_id, "dropped")
@@ -381,6 +382,11 @@ class World:
             self.pending.append(action)
             self.feed(RunStarted(*key))
             return
+        if status == "running" and rng.random() < 0.5:
+            self.attempts[key] = "scoring"
+            self.pending.append(action)
+            self.feed(HarnessEnded(*key))
+            return
         outcome = self.usual_outcome
         if status == "aborted":
             outcome = Outcome.CANCELLED
@@ -469,7 +475,8 @@ class World:
         snapshot = self.state.snapshot()
         assert snapshot["water_level"] == snapshot["dispatched"] - snapshot["ended"]
         assert 0 <= snapshot["ended"] <= snapshot["started"] <= snapshot["dispatched"]
-        assert sum(cell["num_runs"] for cell in snapshot["cells"]) <= snapshot["active_runs"], "a slot was not released"
+        num_harnesses = snapshot["active_runs"] - snapshot["scoring_runs"]
+        assert sum(cell["num_runs"] for cell in snapshot["cells"]) <= num_harnesses, "a slot was not released"
         training = self.state.book.training
         assert training.water_level >= 0
         if not self.state.status.is_final:
