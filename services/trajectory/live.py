@@ -1,7 +1,6 @@
 """The live runs of a shard: what later calls are built on, kept once per token; of messages digests.
 
-Kept whole are a conversation's tools and what tells roles apart: system prompts, and the newest answers that nothing
-continues.
+Kept whole are only the newest answers that nothing continues yet: they tell roles apart.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ was delegated; conversations with the same system prompt, or the same tools, are
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ class Opening:
     """How a conversation begins: what is needed of the first request of one."""
 
     system: str
+    """Digest of the system prompt: a shard has thousands of runs, each with a long one."""
     tool_names: tuple[str, ...]
     text: str
     """Of the messages behind the system prompt."""
@@ -165,8 +167,9 @@ def opening_of(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> 
     messages = stable_messages(messages)
     told = [message.content for message in messages if message.role != "system"]
     asked = [message.content for message in messages if message.role == "user"]
+    system = "\n".join(message.content for message in messages if message.role == "system")
     return Opening(
-        system="\n".join(message.content for message in messages if message.role == "system"),
+        system=hashlib.blake2b(system.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(),
         tool_names=tuple(sorted(str(tool.get("function", tool).get("name", "")) for tool in tools)),
         text="\n".join(told),
         prompt=asked[-1] if asked else "",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -46,6 +48,28 @@ def test_other_history_or_other_tools_do_not_match() -> None:
     assert match([call], (user("0"), assistant("2"), user("3")), ()) is None
     assert match([call], (user("1"),), ()) is None
     assert match([call], (user("1"), assistant("2"), user("3")), TOOLS) is None
+
+
+def test_tools_are_the_same_whatever_the_order_of_their_fields() -> None:
+    index = ConversationIndex()
+    walk = index.walk((user("1"),), TOOLS)
+    index.add("a", walk.nodes[-1], assistant("2"))
+    turned = ({"function": {"parameters": {}, "name": "bash"}, "type": "function"},)
+    parsed_again = tuple(json.loads(json.dumps(TOOLS)))
+    for tools in (turned, parsed_again):
+        assert index.shares_tools("a", tools)
+        assert index.walk((user("1"),), tools) == walk
+    assert not index.shares_tools("a", ())
+    assert not index.shares_tools("a", (*TOOLS, *TOOLS))
+
+
+def test_of_tools_and_messages_only_digests_stay_in_memory() -> None:
+    index = ConversationIndex()
+    tracemalloc.start()
+    index.walk((user("m" * 1_000_000),), ({"description": "t" * 1_000_000},))
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes < 100_000
 
 
 def test_white_space_around_an_answer_and_dropped_reasoning_do_not_fork() -> None:
