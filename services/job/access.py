@@ -57,7 +57,8 @@ def find_access(job: Path | None = None, address: str = "", token: str = "") -> 
     """
     if address and job is None:
         if not token:
-            raise ConfigError("--address needs a token.", "Set TIDEGATE_TOKEN, or name the job's folder too.")
+            hint = "Set TIDEGATE_TOKEN or give --token, or name the job's folder too: that of runs/latest is not sent."
+            raise ConfigError("--address needs a token.", hint)
         return Access(address, _checked(token))
     folder = job or LATEST
     if not folder.is_dir():

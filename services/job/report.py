@@ -180,7 +180,7 @@ def summary_table(summary: dict[str, Any], folder: Path) -> Table:
                 f"mean reward {evaluation['reward_mean']:.3f} ({evaluation['num_runs']} runs)",
             )
     row("policy version", summary["policy_version"])
-    row("tokens sampled / trained", f"{summary['rollout_tokens']:,} / {summary['train_tokens']:,}")
+    row("tokens sampled / trained with prompts", f"{summary['rollout_tokens']:,} / {summary['train_tokens']:,}")
     difference = summary["logprob_abs_diff_max"]
     row("largest |engine - trainer| log-prob", "-" if difference is None else f"{difference:.2e}")
     row("wall time", f"{summary['wall_s'] / 60:.1f} min")
