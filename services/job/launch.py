@@ -60,7 +60,7 @@ from services.trajectory.store import list_runs
 
 _EXIT_CODES = {JobStatus.FINISHED: 0, JobStatus.FAILED: 1, JobStatus.CANCELLED: 130}
 _MAX_CELL_RESTARTS = 3
-_MAX_SHARD_RESTARTS = 3
+_MAX_SHARD_RESTARTS = 100
 _MAX_SCHEDULER_RESTARTS = 10
 _MAX_INLINE_BYTES = 50_000  # half of what Ray still sends along with an actor's specification
 

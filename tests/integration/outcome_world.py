@@ -167,9 +167,11 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def outcome_world(folder: Path, *, call_timeout_s: float = 60, **options: Any) -> AsyncIterator[World]:
+async def outcome_world(
+    folder: Path, *, call_timeout_s: float = 60, cell: Model | None = None, **options: Any
+) -> AsyncIterator[World]:
     """``options`` of the shard; a proxy on a free loopback port serves it."""
-    cell = Model()
+    cell = cell or Model()
     backends = FakeBackends(FakeShard(), cell=cell)
     options = {"config": TrajectoryConfig(max_calls=2), "drop_equal_rewards": False, **options}
     shard = open_shard(folder / "store", **options)
