@@ -167,8 +167,13 @@ def _train(state: JobState) -> bool:
 
 
 def _start_runs(state: JobState) -> bool:
-    """Queued runs take free slots of serving cells, held-out runs first."""
-    while state.book.num_slots_taken < state.options.max_concurrent_runs:
+    """Queued runs take free slots of serving cells, held-out runs first.
+
+    As many runs may be scored as harnesses run: the runners have room for no more, and a run that waits for a runner
+    loses time of its own.
+    """
+    limit = state.options.max_concurrent_runs
+    while state.book.num_slots_taken < limit and state.book.num_active_runs < 2 * limit:
         run = state.book.next_queued()
         if run is None:
             return False
@@ -180,7 +185,7 @@ def _start_runs(state: JobState) -> bool:
         group = run.group
         state.decide(
             StartRun(run.run_id, run.attempt, group.group_id, group.task_index, cell_id, group.spec.is_eval),
-            f"{why}; {state.book.num_slots_taken} of {state.options.max_concurrent_runs} runs run",
+            f"{why}; {state.book.num_slots_taken} of {limit} runs run",
         )
     return False
 

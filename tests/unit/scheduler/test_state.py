@@ -164,6 +164,19 @@ def test_a_run_whose_work_is_being_scored_holds_no_slot_but_is_unfinished() -> N
     assert world.state.active_attempts()[:2] == ((first, 0), (second, 0))  # a restarted scheduler asks for them again
 
 
+def test_no_more_runs_are_scored_at_once_than_harnesses_may_run() -> None:
+    world = opened((1, 1), max_concurrent_runs=1)
+    for number in range(2):
+        run_id = decided(world, StartRun)[number].run_id
+        world.attempts[(run_id, 0)] = "scoring"
+        world.feed(RunStarted(run_id, 0))
+        world.feed(HarnessEnded(run_id, 0))
+    assert len(decided(world, StartRun)) == 2
+    world.unfinished.discard(run_id)
+    world.feed(RunEnded(run_id, 0, Outcome.FINISHED, 1.0))
+    assert len(decided(world, StartRun)) == 3
+
+
 def test_what_is_said_again_of_a_run_that_is_scored_changes_nothing() -> None:
     world = opened((1, 1))
     run_id = decided(world, StartRun)[0].run_id
