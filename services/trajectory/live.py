@@ -16,9 +16,9 @@ from services.proxy.session import Bridge, Prompt, StoredCall
 from services.proxy.types import CanonicalRequest, Message
 from services.trajectory.encoding import CallRow
 from services.trajectory.outcome import CallTrouble
-from services.trajectory.records import answer_of, messages_of, new_in_request, request_key, tools_of
+from services.trajectory.records import answer_of, messages_of, new_in_request, tools_of, tree_call
 from services.trajectory.roles import Opening, RoleBook, opening_of
-from services.trajectory.tree import TrajectoryTree, TreeCall
+from services.trajectory.tree import TrajectoryTree
 from services.trajectory.types import CallRecord, CallRole, TokenIds
 
 
@@ -148,25 +148,12 @@ class AttemptLog:
     def complete(self, row: CallRow) -> None:
         """Add a stored call. An answer that was cut from outside is kept, but nothing is built on it or trained."""
         record = row.record
-        is_whole = record.finish_reason != "abort"
-        self.tree.append(
-            TreeCall(
-                call_id=record.call_id,
-                parent_call_id=record.parent_call_id,
-                ordinal=row.ordinal,
-                new_prompt_ids=row.new_prompt_ids,
-                output_ids=record.output_ids,
-                logprobs=record.logprobs,
-                version_spans=record.version_spans,
-                trainable=record.trainable and is_whole,
-                request_key=request_key(record.requested_sampling),
-            )
-        )
+        self.tree.append(tree_call(row))
         pending = self.pending.pop(record.call_id, None)
         self._next_ordinal = max(self._next_ordinal, row.ordinal + 1)
         opening = pending.opening if pending else _opening(record)
         self._roles.add(record.call_id, record.parent_call_id, record.agent_id, opening, record.output_text)
-        if is_whole:
+        if record.finish_reason != "abort":
             last_node = pending.last_node if pending else self._walk(row).nodes[-1]
             self._conversations.add(record.call_id, last_node, answer_of(record))
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.trajectory.encoding import CallRow
-from services.trajectory.records import request_key
+from services.trajectory.records import is_trainable, tree_call
 from services.trajectory.roles import roles_of
-from services.trajectory.tree import TrajectoryTree, TreeCall
-from services.trajectory.types import CallRecord, CallRole, RunSelection
+from services.trajectory.tree import TrajectoryTree
+from services.trajectory.types import CallRole, RunSelection
 
 
 class Fate(StrEnum):
@@ -89,7 +89,7 @@ def calls_of_run(rows: Sequence[CallRow], selection: RunSelection | None) -> Run
     num_fresh: dict[str, int] = {}
     for row in rows:
         before = tree.num_tokens
-        tree.append(_tree_call(row))
+        tree.append(tree_call(row))
         num_fresh[row.record.call_id] = tree.num_tokens - before - len(row.record.output_ids)
     superseded = {tree.segments[index].call_id for index in tree.superseded()}
     targets = None if selection is None else frozenset(selection.target_call_ids)
@@ -129,26 +129,6 @@ def trajectories_of(run: RunCalls) -> list[Trajectory]:
             role = run.selection.leaf_roles[draw]
         found.append(Trajectory(len(found), calls, role, draw))
     return found
-
-
-def is_trainable(record: CallRecord) -> bool:
-    """Whether the sampled tokens of a call may be targets. An answer that was cut from outside may not."""
-    return record.trainable and record.finish_reason != "abort"
-
-
-def _tree_call(row: CallRow) -> TreeCall:
-    record = row.record
-    return TreeCall(
-        call_id=record.call_id,
-        parent_call_id=record.parent_call_id,
-        ordinal=row.ordinal,
-        new_prompt_ids=row.new_prompt_ids,
-        output_ids=record.output_ids,
-        logprobs=record.logprobs,
-        version_spans=record.version_spans,
-        trainable=is_trainable(record),
-        request_key=request_key(record.requested_sampling),
-    )
 
 
 def _fate(row: CallRow, targets: frozenset[str] | None, superseded: set[str | None]) -> Fate:

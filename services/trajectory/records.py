@@ -14,6 +14,8 @@ from services.common.errors import ContextLengthError, InvariantError
 from services.proxy.conversation import stable_messages
 from services.proxy.types import CanonicalRequest, Message, ToolCall
 from services.rollout.types import Sampling
+from services.trajectory.encoding import CallRow
+from services.trajectory.tree import TreeCall
 from services.trajectory.types import CallRecord
 
 
@@ -108,3 +110,24 @@ def tools_of(request: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 def answer_of(record: CallRecord) -> Message:
     """The answer as the harness saw it."""
     return Message(role="assistant", content=record.output_text)
+
+
+def is_trainable(record: CallRecord) -> bool:
+    """Whether the sampled tokens of a call may be targets. An answer that was cut from outside may not."""
+    return record.trainable and record.finish_reason != "abort"
+
+
+def tree_call(row: CallRow) -> TreeCall:
+    """A stored call as the tree takes it."""
+    record = row.record
+    return TreeCall(
+        call_id=record.call_id,
+        parent_call_id=record.parent_call_id,
+        ordinal=row.ordinal,
+        new_prompt_ids=row.new_prompt_ids,
+        output_ids=record.output_ids,
+        logprobs=record.logprobs,
+        version_spans=record.version_spans,
+        trainable=is_trainable(record),
+        request_key=request_key(record.requested_sampling),
+    )
