@@ -22,6 +22,8 @@ from services.trajectory.types import CallRecord, CallRole
 MIN_CARRIED_CHARS = 40
 """Shorter texts are found anywhere: they show no connection."""
 _MIN_LINE_CHARS = 20
+MAX_OPENING_CHARS = 1 << 17
+"""A conversation that goes on from a summary has it near its beginning; all of a long one would take seconds."""
 _MAX_CANDIDATES = 32
 _SUMMARY_OF = {CallRole.MAIN: CallRole.MAIN_SUMMARY, CallRole.SUBAGENT: CallRole.SUBAGENT_SUMMARY}
 
@@ -34,7 +36,7 @@ class Opening:
     """Digest of the system prompt: a shard has thousands of runs, each with a long one."""
     tool_names: tuple[str, ...]
     text: str
-    """Of the messages behind the system prompt."""
+    """Of the messages behind the system prompt, at most ``MAX_OPENING_CHARS``."""
     prompt: str
     """The last user message."""
 
@@ -171,7 +173,7 @@ def opening_of(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> 
     return Opening(
         system=hashlib.blake2b(system.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(),
         tool_names=tuple(sorted(str(tool.get("function", tool).get("name", "")) for tool in tools)),
-        text="\n".join(told),
+        text="\n".join(told)[:MAX_OPENING_CHARS],
         prompt=asked[-1] if asked else "",
     )
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from services.proxy.types import Message
-from services.trajectory.roles import RoleBook, is_carried, opening_of
+from services.trajectory.roles import MAX_OPENING_CHARS, RoleBook, is_carried, opening_of
 from services.trajectory.types import CallRole
 
 MAIN, MAIN_SUMMARY = CallRole.MAIN, CallRole.MAIN_SUMMARY
@@ -52,6 +52,15 @@ def test_what_goes_on_from_a_summary_is_main_and_the_summary_is_a_summary(harnes
     harness.begin("c", AGENT, f"This session goes on from an earlier one.\n{SUMMARY}\nGo on.")
     harness.go_on("d", "c")
     assert harness.book.roles() == {"a": MAIN, "b": MAIN, "sum": MAIN_SUMMARY, "c": MAIN, "d": MAIN}
+
+
+def test_a_summary_is_looked_for_where_a_conversation_begins() -> None:
+    for before, role in [("go on", MAIN_SUMMARY), ("x" * MAX_OPENING_CHARS, MAIN)]:
+        harness = Harness()
+        harness.begin("a", AGENT, "fix it")
+        harness.go_on("sum", "a", SUMMARY)
+        harness.begin("c", AGENT, f"{before}\n{SUMMARY}")
+        assert harness.book.roles() == {"a": MAIN, "sum": role, "c": MAIN}
 
 
 def test_a_summary_that_was_asked_of_another_system_prompt_is_one_too(harness: Harness) -> None:
