@@ -398,10 +398,12 @@ class ClusterPerformer:
         command = SaveOnRanks(action.step, action.resume.version, action.export, action.kept_steps)
         checkpoint = await self._mailbox.submit.remote(command)
         write_commit(self._folder, Commit(Path(checkpoint).name, action.resume))
-        for shard in self._shards:
-            with contextlib.suppress(RayError, TidegateError):  # the next checkpoint tells it again
-                await _of_shard(shard.note_checkpoint.remote(action.step))
         emit(CheckpointSaved(action.step))
+        # the checkpoint stands: nothing waits for a shard that is away, and the next checkpoint tells it again
+        noting = [_of_shard(shard.note_checkpoint.remote(action.step)) for shard in self._shards]
+        for failure in await asyncio.gather(*noting, return_exceptions=True):
+            if isinstance(failure, Exception) and not isinstance(failure, RayError | TidegateError):
+                raise failure
 
 
 def _actor(name: str) -> Any:

@@ -427,6 +427,17 @@ async def test_a_checkpoint_is_committed_when_the_ranks_have_saved_it(world: Wor
     assert world.events == [CheckpointSaved(4)]
 
 
+async def test_a_checkpoint_waits_for_no_shard_that_is_away(world: World) -> None:
+    world.mailbox.submit = Method("step-000004")
+    world.shard.note_checkpoint = Method(for_ever)
+    action = SaveCheckpoint(4, True, (), ResumeState(step=4, version=2))
+    saving = asyncio.create_task(world.performer().perform(action, world.events.append))
+    await until(lambda: world.events == [CheckpointSaved(4)], 10)
+    saving.cancel()
+    world.shard.note_checkpoint = Method(unavailable())
+    await world.performer().perform(action, world.events.append)
+
+
 async def test_the_best_checkpoint_is_marked_by_the_ranks(world: World) -> None:
     await world.performer().perform(MarkBest(4, 0.5), world.events.append)
     assert world.mailbox.submit.calls == [(commands.MarkBest(4, 0.5),)]
