@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
@@ -37,6 +37,7 @@ OutcomeOption = Annotated[str, typer.Option(help="Only runs with this outcome ('
 GroupOption = Annotated[str, typer.Option("--group", help="Only runs of this group.")]
 TaskOption = Annotated[str, typer.Option("--task", help="Only runs on this task.")]
 
+_MAX_NAMED = 10
 runs_app = typer.Typer(help="Read the runs of a job, while it goes on and afterwards.", no_args_is_help=True)
 
 
@@ -168,7 +169,13 @@ def runs_export(
         soft_wrap=True,
     )
     if report.skipped:
-        console.print(f"left out, for their calls are deleted: {', '.join(report.skipped)}", soft_wrap=True)
+        console.print(f"left out, for their calls are deleted: {_named(report.skipped)}", soft_wrap=True)
+
+
+def _named(run_ids: Sequence[str]) -> str:
+    """The first of many runs, and how many more there are."""
+    more = f" and {len(run_ids) - _MAX_NAMED} more" if len(run_ids) > _MAX_NAMED else ""
+    return ", ".join(run_ids[:_MAX_NAMED]) + more
 
 
 @runs_app.command("import")

@@ -13,7 +13,7 @@ import click.testing
 import pytest
 from typer.testing import CliRunner
 
-from services import cli
+from services import cli, cli_runs
 from services.common.errors import AccessError, ConfigError, NotFoundError, TidegateError
 from services.scheduler.actor import JobScheduler
 from tests.unit.scheduler.long_runs import LongRuns
@@ -195,6 +195,14 @@ def test_filters_and_formats_are_taken(job: Path) -> None:
         "model_name": "policy",
         "tool_definitions": documents[f"{RICH}.json"]["agent"]["tool_definitions"],
     }
+
+
+@pytest.mark.parametrize(("num_runs", "said"), [(1, "r0"), (10, "r0, r1"), (12, "r9 and 2 more")])
+def test_of_many_runs_that_were_left_out_the_first_are_named(num_runs: int, said: str) -> None:
+    line = cli_runs._named([f"r{index}" for index in range(num_runs)])
+    assert said in line
+    assert ("more" in line) == (num_runs > 10)
+    assert "r10" not in line
 
 
 def test_what_cannot_be_done_is_refused_and_nothing_is_written(job: Path) -> None:
