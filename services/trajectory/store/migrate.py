@@ -7,7 +7,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, NotFoundError
 from services.trajectory.store.dialect import (
     first_line,
     lock_file,
@@ -89,12 +89,19 @@ def _run_revisions(connection: sa.Connection, found: int) -> None:
 
 
 def migrate_store(folder_or_url: str) -> list[str]:
-    """Migrate all shards of a store that no job writes; the names of what was looked at."""
+    """Migrate all shards of a store that no job writes; the names of what was looked at.
+
+    ``NotFoundError`` for a folder that holds none.
+    """
     if "://" in folder_or_url and not folder_or_url.startswith("sqlite:"):
         url = postgres_url(folder_or_url)
         migrate(postgres_engine(url, read_only=False), url.render_as_string())
         return [url.render_as_string()]
     files = sorted(Path(folder_or_url.removeprefix("sqlite:///")).glob("shard-*.sqlite3"))
+    if not files:
+        raise NotFoundError(
+            f"no store is in {folder_or_url}.", "Name the folder of the shards, as runs/JOB/trajectory."
+        )
     for path in files:
         with lock_file(path.with_suffix(".lock")):
             migrate_file(path)

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, NotFoundError
 from services.trajectory.outcome import Outcome
 from services.trajectory.store import SCHEMA_VERSION, GroupState, RunFilter, Store, StoreConfig, list_runs, read_run
 from services.trajectory.store.dialect import postgres_engine, postgres_url, sqlite_engine
@@ -235,3 +235,9 @@ def test_shards_may_make_the_tables_at_the_same_time(tmp_path: Path, postgres: P
             assert store.live_groups() == []
         elsewhere.get(60)
     place.close()
+
+
+def test_a_folder_without_a_store_is_told(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(NotFoundError, match="no store"):
+            migrate_store(str(folder))
