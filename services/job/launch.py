@@ -39,7 +39,15 @@ from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
 from services.job.process import peak_memory, signals_interrupt
 from services.job.progress import Progress
-from services.job.report import make_summary, plot_reward, read_metrics, summary_table, what_runs_say, write_json
+from services.job.report import (
+    make_summary,
+    plot_reward,
+    read_metrics,
+    step_line_of,
+    summary_table,
+    what_runs_say,
+    write_json,
+)
 from services.proxy.deployment import ProxySettings, proxy_application
 from services.rollout.actor import Runner
 from services.rollout.cell import RolloutCell
@@ -306,9 +314,7 @@ class _Job:
             try:
                 snapshot.update(scheduler.wait_done(1.0))
                 if snapshot["step"] > (last_step["step"] if last_step else 0):
-                    last_step = next(
-                        line for line in reversed(read_metrics(self._plan.folder)) if line["kind"] == "step"
-                    )
+                    last_step = step_line_of(read_metrics(self._plan.folder), snapshot["step"])
                 progress.show(snapshot, self._sampled_tokens(), last_step)
                 self._notice_spent_budget(progress)
                 if snapshot["done"]:

@@ -28,6 +28,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def step_line_of(lines: list[dict[str, Any]], num_steps: int) -> dict[str, Any] | None:
+    """The newest line of the last of ``num_steps`` steps. A job that was resumed has lines of steps that it has not
+    trained again yet."""
+    found = (line for line in reversed(lines) if line["kind"] == "step" and line["step"] <= num_steps)
+    return next(found, None)
+
+
 def newest_by_step(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in order of their steps; a step that was trained again after a resume counts once."""
     by_step = {line["step"]: line for line in lines if line["kind"] == kind}

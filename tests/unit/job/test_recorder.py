@@ -4,13 +4,14 @@ from dataclasses import replace
 from io import StringIO
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from services.common.errors import MachineError
 from services.job.recorder import Recorder, check_wandb, evaluation_figures, mean_and_sem, pass_at_k
-from services.job.report import make_summary, plot_reward, read_metrics, summary_table, what_runs_say
+from services.job.report import make_summary, plot_reward, read_metrics, step_line_of, summary_table, what_runs_say
 from services.trainer.types import StepReport
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import GroupResult, LossReason, RunSummary
@@ -151,3 +152,12 @@ def test_a_failed_job_says_how_most_of_its_runs_ended(tmp_path: Path) -> None:
     said = what_runs_say([*good, *bad, unfinished], tmp_path)
     assert said.startswith("3 of 5 runs ended with harness_crash, the last one: exit code 2. ")
     assert str(tmp_path / "attempts" / "g000001-r2-a1") in said
+
+
+def test_a_resumed_job_shows_no_step_that_is_still_to_be_trained_again() -> None:
+    lines: list[dict[str, Any]] = [{"kind": "step", "step": step, "attempt": 0} for step in (1, 2, 3)]
+    assert step_line_of(lines, 2) == lines[1]
+    lines.append({"kind": "step", "step": 3, "attempt": 1})
+    lines.append({"kind": "weights", "step": 3})
+    assert step_line_of(lines, 3) == lines[3]
+    assert step_line_of([], 1) is None
