@@ -295,14 +295,21 @@ def jmax(renderer: HfRenderer, num_runs: int) -> dict[str, Any]:
     }
 
 
-def live_runs(num_runs: int) -> dict[str, float]:
-    """Memory of runs that have just begun."""
+def live_runs(renderer: HfRenderer, num_runs: int) -> dict[str, float]:
+    """Memory of runs that have made their first call, each from a request of its own."""
+    firsts = [sample([next(synthetic_run(RunShape(), seed))], renderer)[0] for seed in range(num_runs)]
     gc.collect()
     tracemalloc.start()
-    logs = [AttemptLog(f"g{number:06}-r0", 0, b"key") for number in range(num_runs)]
+    runs = [Ingest(renderer) for _ in firsts]
+    for run, first in zip(runs, firsts, strict=True):
+        run.take(first)
+    gc.collect()
     size_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return {"bytes_per_live_run": size_bytes / len(logs)}
+    return {
+        "bytes_per_live_run": size_bytes / num_runs,
+        "tokens_per_live_run": statistics.fmean(run.log.tree.num_tokens for run in runs),
+    }
 
 
 def store_rate(num_calls: int) -> dict[str, float]:
@@ -321,7 +328,7 @@ def measure(*, small: bool = False) -> dict[str, Any]:
         **figures,
         **sizes(calls, renderer),
         **selection(ingest.log),
-        **live_runs(100 if small else 10_000),
+        **live_runs(renderer, 20 if small else 1_000),
         **store_rate(200 if small else 4_000),
         "jmax": jmax(renderer, 4 if small else 40),
     }

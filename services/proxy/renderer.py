@@ -33,6 +33,11 @@ class HfRenderer:
         """The tokens at which a model's answer stops: id and text."""
         return self._end_of_turn
 
+    @property
+    def is_thread_safe(self) -> bool:
+        """The backend of a fast tokenizer is only read."""
+        return self._backend is not None
+
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         """The text of a conversation. Raises ``TemplateError`` if the template refuses it."""
         try:

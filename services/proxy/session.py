@@ -42,6 +42,11 @@ class Renderer(Protocol):
         """The tokens at which a model's answer stops: id and text."""
         ...
 
+    @property
+    def is_thread_safe(self) -> bool:
+        """Several threads may render and encode at once."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StoredCall:

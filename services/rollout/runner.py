@@ -109,7 +109,7 @@ def _execute(
     try:
         _salvage(run_dir, outcome, ended)
     except OSError as error:
-        return _result(spec, start_s, Outcome.SETUP_FAILURE, f"cannot keep the run's work: {error}", ended)
+        return _result(spec, start_s, Outcome.RUNNER_LOSS, f"cannot keep the run's work: {error}", ended)
     if not OUTCOME_TABLE[outcome].scored:
         return _result(spec, start_s, outcome, ended.detail, ended)
     harness_ended()

@@ -16,7 +16,7 @@ import ray.train
 import torch
 import torch.distributed as dist
 
-from services.common.errors import TidegateError, TrainingError
+from services.common.errors import MachineError, TidegateError, TrainingError
 from services.common.names import RAY_NAMESPACE
 from services.trainer.commands import (
     Absorb,
@@ -171,14 +171,14 @@ def fetch_micro_step(place: MicroStepAt) -> MicroStep:
     deadline_s = time.monotonic() + _FETCH_TIMEOUT_S
     while True:
         try:
-            shard = ray.get_actor(place.shard, namespace=RAY_NAMESPACE)
+            shard = _shard(place.shard)
             reference = ray.get(shard.micro_step.remote(place.group_id, place.index), timeout=_FETCH_TIMEOUT_S)
             micro_step: MicroStep = _fetch(reference)
         except (
             ray.exceptions.ObjectLostError,
             ray.exceptions.RayActorError,
             ray.exceptions.GetTimeoutError,
-            ValueError,  # there is no actor of this name yet
+            MachineError,
         ) as error:
             if time.monotonic() > deadline_s:
                 raise TrainingError(
@@ -189,6 +189,13 @@ def fetch_micro_step(place: MicroStepAt) -> MicroStep:
             time.sleep(_RETRY_S)
             continue
         return micro_step
+
+
+def _shard(name: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=RAY_NAMESPACE)
+    except ValueError as error:
+        raise MachineError(f"there is no shard {name}.", "It may be about to be made again.") from error
 
 
 def _fetch(item: Any) -> Any:

@@ -39,6 +39,10 @@ from services.trajectory.types import CallRecord, CallTicket, GroupResult, Group
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_THREADS = 4
+"""So many runs' new texts are tokenised at once: one long prompt holds up no other run."""
+_TRAINED_GROUPS_KEPT = 4
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -80,13 +84,17 @@ class TrajectoryShard:
         self._tag = secrets.token_hex(4)
         self._as_ref = as_ref
         self._drop_equal_rewards = drop_equal_rewards
-        self._bridge = Bridge(renderer or load_renderer(model_path))
+        made = renderer or load_renderer(model_path)
+        self._bridge = Bridge(made)
         self._store = Store(config.store, job_id, index, store_dir)
-        self._tokenizer = ThreadPoolExecutor(1, f"shard-{index}-tokenizer")  # tokenizers are not thread-safe
+        num_threads = _TOKENIZER_THREADS if made.is_thread_safe else 1
+        self._tokenizer = ThreadPoolExecutor(num_threads, f"shard-{index}-tokenizer")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._pruning = asyncio.Lock()
         self._groups = {stored.spec.group_id: stored_group(stored) for stored in self._store.live_groups()}
+        self._trained: dict[str, LiveGroup] = {}
+        """The trained groups that were asked for last: all their micro-steps will be."""
 
     # -- groups and attempts --
 
@@ -218,8 +226,14 @@ class TrajectoryShard:
         return group
 
     async def _trained_group(self, group_id: str) -> LiveGroup | None:
-        stored = await asyncio.to_thread(self._store.trained_group, group_id)
-        return None if stored is None else stored_group(stored)
+        if group_id not in self._trained:
+            stored = await asyncio.to_thread(self._store.trained_group, group_id)
+            if stored is None:
+                return None
+            self._trained.setdefault(group_id, stored_group(stored))
+            while len(self._trained) > _TRAINED_GROUPS_KEPT:
+                del self._trained[next(iter(self._trained))]
+        return self._trained.get(group_id)
 
     async def mark_trained(self, group_ids: Sequence[str], step: int) -> None:
         """Note that groups were trained by optimizer step ``step``, and let go of their trees."""
@@ -249,7 +263,7 @@ class TrajectoryShard:
         """
         await self._commit(self._store.clear_marks_above, trained_step)
         stored_groups = await asyncio.to_thread(self._store.live_groups)
-        self._groups = {}
+        self._groups, self._trained = {}, {}
         ready = []
         for group in map(stored_group, stored_groups):
             group_id = group.spec.group_id
@@ -277,6 +291,10 @@ class TrajectoryShard:
         ``ContextLengthError`` if the prompt leaves no room for one token, ``TemplateError`` if the chat template
         refuses the messages.
         """
+        # a caller that goes away must not let another call in while this one is being matched
+        return await asyncio.shield(self._task(self._match(run_id, key, request)))
+
+    async def _match(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
         run, log = self._authorise(run_id, key)
         async with run.lock:
             await self._load(run)

@@ -50,9 +50,11 @@ def settle_group(
 
     Runs whose outcome does not count, or that have no valid reward, are no part of the baseline and have no target. A
     run that could not be set up is a placeholder where the job wants it so (QwenGyre): reward 0 in the baseline, and
-    no target. A held-out group is never ready: it is scored only. ``seed`` is that of the selection.
+    no target; not in a held-out group, whose mean it would pull down. A held-out group is never ready: it is scored
+    only. ``seed`` is that of the selection.
     """
-    rewards = {run.result.run_id: reward for run in runs if (reward := counted_reward(run.result, config)) is not None}
+    placeholder = 0.0 if config.setup_failure == "placeholder" and not spec.is_eval else None
+    rewards = {run.result.run_id: one for run in runs if (one := counted_reward(run.result, placeholder)) is not None}
     if spec.is_eval:
         return _lost(spec, rewards, runs, LossReason.HELD_OUT, "held out: scored, never trained")
     if len(rewards) < config.min_counted_runs:
@@ -103,10 +105,13 @@ def settle_outcome(outcome: Outcome, trouble: CallTrouble | None) -> Outcome:
     return outcome
 
 
-def counted_reward(result: RunResult, config: TrajectoryConfig) -> float | None:
-    """The reward with which a run counts in its group's baseline; None if it does not count."""
-    if result.outcome is Outcome.SETUP_FAILURE and config.setup_failure == "placeholder":
-        return 0.0
+def counted_reward(result: RunResult, placeholder: float | None) -> float | None:
+    """The reward with which a run counts in its group's baseline; None if it does not count.
+
+    ``placeholder``: that of a run that could not be set up.
+    """
+    if result.outcome is Outcome.SETUP_FAILURE:
+        return placeholder
     is_valid = result.reward is not None and math.isfinite(result.reward)
     return result.reward if OUTCOME_TABLE[result.outcome].counted and is_valid else None
 

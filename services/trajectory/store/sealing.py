@@ -7,12 +7,13 @@ in a thread of its own: it holds up no call, and neither does an object store th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -108,6 +109,8 @@ class Sealer:
         if self._delayed:  # it would fail as the one before it did
             self._delayed.append(task)
             return
+        if task.future.cancelled():
+            return
         try:
             done = task.work()
         except TidegateError as error:
@@ -119,10 +122,12 @@ class Sealer:
         except Exception as error:
             logger.exception("sealing failed")
             self._count("tidegate_store_seal_failures_total", 1)
-            task.future.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+                task.future.set_exception(error)
         else:
             self._retry_in_s = self._first_retry_s
-            task.future.set_result(done)
+            with contextlib.suppress(InvalidStateError):
+                task.future.set_result(done)
 
     def _seal(self, run_id: str, attempt: int) -> bool:
         of_attempt = (*within(self._scope, calls), calls.c.run_id == run_id, calls.c.attempt == attempt)

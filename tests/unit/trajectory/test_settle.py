@@ -88,6 +88,12 @@ def test_a_run_that_could_not_be_set_up_counts_as_the_job_says() -> None:
     assert [run.run_id for run in micro_step.runs] == ["g000000-r0", "g000000-r1"]
 
 
+def test_a_run_that_could_not_be_set_up_is_no_zero_of_a_held_out_group() -> None:
+    runs = [final(0, 1.0), final(1, None, Outcome.SETUP_FAILURE)]
+    config = TrajectoryConfig(setup_failure="placeholder")
+    assert settle_group(make_spec(is_eval=True), runs, config, drop_equal_rewards=True).result.rewards == (1.0,)
+
+
 def test_each_lost_group_has_a_reason_to_count_by() -> None:
     assert settle(final(0, 0.0), final(1, None)).result.loss_reason is LossReason.TOO_FEW_COUNTED
     assert settle(final(0, 1.0), final(1, 1.0)).result.loss_reason is LossReason.EQUAL_REWARDS

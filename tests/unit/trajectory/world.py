@@ -28,6 +28,7 @@ class CharRenderer:
 
     def __init__(self) -> None:
         self.num_encoded = 0
+        self.is_thread_safe = False
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         text = "".join(f"<{message.role}>{message.content}<end>" for message in messages)
