@@ -43,10 +43,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     found.close()
 
 
-def filled(place: Place, num_calls: int = 3) -> tuple[Store, list[CallRow]]:
+def filled(place: Place, num_calls: int = 3, *, is_reachable: bool = True) -> tuple[Store, list[CallRow]]:
     """A store with one ended attempt of so many calls."""
     store = place.open()
-    store.seal_run(RUN, 0).result(30)  # behind the look for what an earlier store left, which would seal it too
+    if is_reachable:
+        store.seal_run(RUN, 0).result(30)  # behind the look for what an earlier store left, which would seal it too
     store.open_group(make_spec())
     rows: list[CallRow] = []
     for index in range(num_calls):
@@ -255,7 +256,7 @@ def test_objects_that_cannot_be_reached_hold_up_no_run(tmp_path: Path, caplog: p
         port = taken.getsockname()[1]
     place = Place(tmp_path, blob_url=S3Server(port).url)
     with caplog.at_level(logging.WARNING):
-        store, rows = filled(place)
+        store, rows = filled(place, is_reachable=False)
         store._sealer._first_retry_s = store._sealer._retry_in_s = 0.1
         sealing = store.seal_run(RUN, 0)
         wait_until(lambda: "cannot be reached" in caplog.text, 60)
