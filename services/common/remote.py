@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from ray.exceptions import RayActorError
 
 from services.common.errors import TidegateError
+
+_OWN_ERROR = re.compile(r"^services\.common\.errors\.\w+: ")
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -25,5 +29,5 @@ def one_line(error: BaseException) -> str:
     if not lines:
         return type(cause).__name__
     if isinstance(cause, RayActorError):
-        return lines[-1 if cause.actor_init_failed else 0]
+        return _OWN_ERROR.sub("", lines[-1]) if cause.actor_init_failed else lines[0]
     return f"{type(cause).__name__}: {lines[0]}"
