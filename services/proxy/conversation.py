@@ -17,7 +17,8 @@ import xxhash
 from services.common.errors import InvariantError
 from services.proxy.types import Message
 
-_ROLES = {"user": b"u", "assistant": b"a", "system": b"s"}
+_ROLES = {"user": 1, "assistant": 2, "system": 3}
+"""Part of the seed of a plain message's digest."""
 _BILLING_HEADER = "x-anthropic-billing-header"
 _MARSHAL_VERSION = 2
 """Ten times as fast as canonical JSON, and equal for what was sent alike; later versions depend on object identity."""
@@ -66,6 +67,8 @@ class _Node:
     """Digest that structurally equal prefixes share."""
     ordinal: int
     """Tool calls before this message."""
+    root: int
+    """The empty prefix with the same tools."""
     tool_call_ids: tuple[str, ...] = ()
 
 
@@ -135,18 +138,20 @@ class ConversationIndex:
     def add(self, call_id: str, node: int, answer: Message) -> None:
         """Note that a call was answered whose request's way ends at ``node``."""
         (whole,) = self._walk(node, (answer,)).nodes
-        root = node
-        while self._nodes[root].depth:
-            root = self._nodes[root].parent
-        answered = _Answered(call_id, node, _digest(answer.reasoning.strip()), root)
+        answered = _Answered(call_id, node, _digest(answer.reasoning.strip()), self._nodes[node].root)
         self._by_call[call_id] = answered
         self._answers.setdefault(self._nodes[whole].key, []).append(answered)
 
     def _walk(self, node: int, messages: Sequence[Message]) -> Walk:
         nodes = []
-        known = self._children.get
-        for message in messages:
-            edge = _edge(node, message)
+        known, roles, digest = self._children.get, _ROLES, xxhash.xxh3_128_digest
+        for message in messages:  # once for each message of each request: hence no call of a function of ours
+            role = roles.get(message.role)
+            content = message.content.encode("utf-8", "surrogatepass")
+            if role is None or message.tool_calls or message.reasoning or message.tool_call_id:
+                edge = digest(content, 4 * node) + _rest_as_sent(message)
+            else:
+                edge = digest(content, 4 * node + role)
             below = known(edge)
             if below is None:
                 below = self._children[edge] = self._add(node, message)
@@ -162,7 +167,7 @@ class ConversationIndex:
         calls = [[call.name, call.arguments, ordinal + at] for at, call in enumerate(message.tool_calls)]
         key = _digest(above.key.hex() + _canonical_json([message.role, content, calls, answered]))
         ids = tuple(call.call_id for call in message.tool_calls)
-        self._nodes.append(_Node(parent, above.depth + 1, key, ordinal, ids))
+        self._nodes.append(_Node(parent, above.depth + 1, key, ordinal, above.root, ids))
         return len(self._nodes) - 1
 
     def _ordinal_of(self, node: int, tool_call_id: str) -> int | str:
@@ -180,8 +185,8 @@ class ConversationIndex:
         if node is None:
             key = _digest(_canonical_json(list(tools)))
             if key not in self._tools:
-                self._nodes.append(_Node(-1, 0, key, 0))
-                self._tools[key] = len(self._nodes) - 1
+                self._tools[key] = len(self._nodes)
+                self._nodes.append(_Node(-1, 0, key, 0, self._tools[key]))
             node = self._tools[sent] = self._tools[key]
         return node
 
@@ -196,14 +201,10 @@ def _digest(text: str) -> bytes:
     return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))  # a cut stream may leave half a pair
 
 
-def _edge(node: int, message: Message) -> bytes:
-    """Digest of a message as it was sent behind a prefix."""
-    content = message.content.encode("utf-8", "surrogatepass")
-    if not (message.tool_calls or message.reasoning or message.tool_call_id):
-        return xxhash.xxh3_128_digest(content, node) + _ROLES.get(message.role, message.role.encode())
+def _rest_as_sent(message: Message) -> bytes:
+    """Digest of all of a message but its content."""
     calls: list[list[Any]] = [[call.call_id, call.name, call.arguments] for call in message.tool_calls]
-    rest = _digest(_canonical_json([message.role, message.tool_call_id, message.reasoning, calls]))
-    return xxhash.xxh3_128_digest(content, node) + rest
+    return _digest(_canonical_json([message.role, message.tool_call_id, message.reasoning, calls]))
 
 
 def _without_billing(message: Message) -> Message:
