@@ -10,6 +10,7 @@ from services.common.types import CellKind, CellRole, CellState
 from services.scheduler import policy, requests
 from services.scheduler.actions import (
     AbortRuns,
+    DropGroup,
     MarkBest,
     OpenGroup,
     PublishWeights,
@@ -353,10 +354,12 @@ def _on_score_failed(state: JobState, action: ScoreGroup, reason: str) -> None:
     group = state.book.find(action.group_id)
     if group is None or group.status is not GroupStatus.SCORING:
         return
+    why = f"scoring failed: {reason}"
+    state.decide(DropGroup(group.group_id, why), why)  # its shard may not even know that its runs have ended
     if group.spec.is_eval:
         _end_eval_group(state, group, ())
     else:
-        state.lose(group, f"scoring failed: {reason}")
+        state.lose(group, why)
 
 
 def _on_switch_failed(state: JobState, action: SwitchCell, reason: str) -> None:

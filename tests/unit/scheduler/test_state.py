@@ -305,6 +305,17 @@ def test_a_lost_group_is_replaced_at_once_under_the_current_version() -> None:
     assert world.state.snapshot()["outstanding_groups"] == 4
 
 
+def test_a_group_that_cannot_be_scored_is_dropped_in_the_store_too() -> None:
+    world = opened()
+    while not any(isinstance(action, ScoreGroup) for action in world.pending):
+        answer(world, StartRun)
+    [score] = [action for action in world.pending if isinstance(action, ScoreGroup)]
+    world.pending.remove(score)
+    dropped, opened_anew, *_ = world.feed(ActionFailed(score, "a run has no result"))
+    assert dropped.action == DropGroup(score.group_id, "scoring failed: a run has no result")
+    assert isinstance(opened_anew.action, OpenGroup)
+
+
 def test_the_job_fails_when_too_many_groups_are_lost() -> None:
     world = opened(max_lost_groups=2, steps=50)
     rng = random.Random(0)

@@ -449,9 +449,6 @@ class World:
                 self.attempts[(run_id, attempt)] = "ended"
                 if attempt >= OUTCOME_TABLE[Outcome.RUNNER_LOSS].max_retries:
                     self.unfinished.discard(run_id)
-            case ScoreGroup(group_id):
-                if group_id not in self.ends:
-                    self._end_group(group_id, "evaluated" if self.specs[group_id].is_eval else "lost")
             case SwitchCell(cell_id):
                 to_role = CellRole.TO_TRAIN if action.role is CellRole.TRAIN else CellRole.TO_ROLLOUT
                 if self.cells[cell_id].role is to_role:
