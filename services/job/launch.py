@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from rich.console import Console
 
-from services.common.errors import ConfigError, JobError, NotFoundError, TidegateError
+from services.common.errors import JobError, NotFoundError, TidegateError
 from services.common.ids import RunId, make_cell_id, shard_of
 from services.common.names import (
     RAY_NAMESPACE,
@@ -33,7 +31,8 @@ from services.common.names import (
 from services.common.remote import cause_of, one_line
 from services.job.cluster import check_resources, ray_cluster, serve_ingress
 from services.job.commit import with_best
-from services.job.config import public_config, training_cells
+from services.job.config import training_cells
+from services.job.folder import job_folder
 from services.job.link import ANSWER_TIMEOUT_S, START_TIMEOUT_S, SchedulerLink, answer
 from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
@@ -77,7 +76,7 @@ def run_job(plan: Plan, console: Console) -> int:
     """Run a job to its end; returns the process's exit code."""
     started = time.monotonic()
     snapshot: dict[str, Any] = {}
-    with _job_folder(plan), signals_interrupt(), peak_memory() as peak:
+    with job_folder(plan), signals_interrupt(), peak_memory() as peak:
         try:
             with (
                 ray_cluster(plan.config.ray) as own_cluster,
@@ -425,51 +424,6 @@ def _conclude(plan: Plan, console: Console, snapshot: dict[str, Any], wall_s: fl
         message.print(f"error: {snapshot['reason']}", style="red", markup=False, highlight=False, soft_wrap=True)
         if hint := what_runs_say(runs, plan.folder):
             message.print(hint, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _job_folder(plan: Plan) -> Iterator[None]:
-    """The job's folder, held by a lock for as long as the job runs; ``latest`` links to it."""
-    with _held(plan.folder):
-        try:
-            write_json(
-                plan.folder / "job.json",
-                {
-                    "job_id": plan.job_id,
-                    "name": plan.config.name,
-                    "created_at_s": time.time(),
-                    "config": public_config(plan.config),
-                },
-            )
-            scratch = plan.folder.parent / f".latest-{os.getpid()}"
-            scratch.unlink(missing_ok=True)
-            scratch.symlink_to(plan.folder.name)
-            scratch.replace(plan.folder.parent / "latest")
-        except OSError as error:
-            raise _unwritable(plan.folder, error) from None
-        yield
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"{folder} belongs to a job that is running.",
-                "Wait for its end or cancel it (Ctrl-C where it runs); without --resume a new job starts beside it.",
-            ) from None
-        yield
-
-
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write to {folder} ({error.strerror}).", "Set output.dir elsewhere.")
 
 
 def _session_logs() -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import secrets
 import time
@@ -28,7 +26,8 @@ from services.proxy.session import Bridge, Renderer
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import RunResult, Sampling
 from services.trajectory.config import TrajectoryConfig
-from services.trajectory.groups import LiveGroup, LiveRun, new_group, stored_group
+from services.trajectory.groups import LiveGroup, LiveGroups, LiveRun, new_group, stored_group
+from services.trajectory.keys import hash_of, key_of
 from services.trajectory.live import AttemptLog, Matched
 from services.trajectory.microstep import build_micro_step, cut_group
 from services.trajectory.outcome import CallTrouble, Outcome
@@ -92,7 +91,7 @@ class TrajectoryShard:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._pruning = asyncio.Lock()
-        self._groups = {stored.spec.group_id: stored_group(stored) for stored in self._store.live_groups()}
+        self._groups = LiveGroups((one.spec.group_id, stored_group(one)) for one in self._store.live_groups())
         self._trained: dict[str, LiveGroup] = {}
         """The trained groups that were asked for last: all their micro-steps will be."""
 
@@ -118,8 +117,8 @@ class TrajectoryShard:
         Opening an unfinished attempt again changes nothing: its harness goes on under the same key. The key of an
         attempt whose result is recorded is empty (see ``attempt_result``).
         """
-        run = self._live_run(run_id)
-        key = f"{run_id}.{self._secret_of(run_id, attempt)}"
+        run = self._groups.open_run(run_id)
+        key = key_of(self._key_secret, run_id, attempt)
         async with run.lock:
             log = run.log
             if log is None or log.attempt < attempt:
@@ -128,27 +127,27 @@ class TrajectoryShard:
                 raise InvariantError(f"attempt {attempt} of run {run_id} is over", f"the newest is {log.attempt}")
             elif run.result is not None:
                 return ""
-            elif log.key_hash == _hash(key):
+            elif log.key_hash == hash_of(key):
                 return key
-            await self._commit(self._store.open_attempt, run_id, attempt, _hash(key))
+            await self._commit(self._store.open_attempt, run_id, attempt, hash_of(key))
             if run.log is not None and run.log is not log:
                 run.log.close()
                 self._store.seal_run(run_id, run.log.attempt)
-            log.key_hash = _hash(key)
+            log.key_hash = hash_of(key)
             run.is_loaded = run.is_loaded or run.log is not log
             run.log, run.result = log, None
         return key
 
     async def attempt_result(self, run_id: str, attempt: int) -> RunResult:
         """How an attempt ended, as it is recorded. ``NotFoundError`` while it is not."""
-        run = self._find_run(run_id)
+        run = self._groups.find_run(run_id)
         if run is None or run.result is None or run.result.attempt != attempt:
             raise NotFoundError(f"attempt {attempt} of run {run_id} has no result here.", "It goes on, or is gone.")
         return run.result
 
     async def close_attempt(self, run_id: str, attempt: int) -> None:
         """Make the attempt's key invalid; calls in flight come too late. Closing twice changes nothing."""
-        run = self._find_run(run_id)
+        run = self._groups.find_run(run_id)
         log = run.log if run is not None else None
         if run is None or log is None or log.attempt != attempt or not log.is_open:
             return
@@ -162,8 +161,8 @@ class TrajectoryShard:
         It is ``CONTEXT_LIMIT`` where the harness ended or crashed because its last call no longer fitted,
         ``TURN_LIMIT`` where it was one too many, and ``ENGINE_LOSS`` where no cell could complete it.
         """
-        run = self._find_run(result.run_id)
-        if run is not None and self._groups[group_of(RunId(result.run_id))].result is not None:
+        run = self._groups.find_run(result.run_id)
+        if run is not None and self._groups.is_settled(result.run_id):
             return run.result.outcome if run.result is not None else result.outcome  # it counted as it was
         if run is None:  # its group was dropped meanwhile: recorded, nothing more
             await self._commit(self._store.finish_run, result)
@@ -263,7 +262,7 @@ class TrajectoryShard:
         """
         await self._commit(self._store.clear_marks_above, trained_step)
         stored_groups = await asyncio.to_thread(self._store.live_groups)
-        self._groups, self._trained = {}, {}
+        self._groups, self._trained = LiveGroups(), {}
         ready = []
         for group in map(stored_group, stored_groups):
             group_id = group.spec.group_id
@@ -295,13 +294,13 @@ class TrajectoryShard:
         return await asyncio.shield(self._task(self._match(run_id, key, request)))
 
     async def _match(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
-        run, log = self._authorise(run_id, key)
+        run, log = self._groups.authorise(run_id, key)
         async with run.lock:
             await self._load(run)
             try:
                 self._check_turns(log)
                 matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
-                self._authorise(run_id, key)  # the attempt may have been closed meanwhile
+                self._groups.authorise(run_id, key)  # the attempt may have been closed meanwhile
                 sampling = self._holding_sampling(log, matched)
             except TurnLimitError:
                 await self._note_trouble(log, CallTrouble.TURN_LIMITED)
@@ -341,7 +340,7 @@ class TrajectoryShard:
 
         ``engine_lost``: no cell could complete it. Unless a later call is completed, the run ended by that.
         """
-        run = self._find_run(call_id.rpartition("-a")[0])
+        run = self._groups.find_run(call_id.rpartition("-a")[0])
         if run is not None and run.log is not None and run.log.pending.pop(call_id, None) is not None:
             logger.info("call %s was abandoned: %s", call_id, reason)
             was_lost = run.log.trouble is CallTrouble.ENGINE_LOST
@@ -381,7 +380,7 @@ class TrajectoryShard:
         )
 
     async def _append(self, record: CallRecord) -> None:
-        run = self._find_run(record.run_id)
+        run = self._groups.find_run(record.run_id)
         if run is None:
             raise AccessError(f"run {record.run_id} is over.", "Its group was dropped or trained meanwhile.")
         async with run.lock:
@@ -443,31 +442,6 @@ class TrajectoryShard:
         if report.group_ids:
             logger.info("deleted the calls of %d groups, %d bytes", len(report.group_ids), report.freed_bytes)
 
-    def _secret_of(self, run_id: str, attempt: int) -> str:
-        return hmac.new(self._key_secret, f"{run_id}/{attempt}".encode(), hashlib.sha256).hexdigest()[:32]
-
-    def _authorise(self, run_id: str, key: str) -> tuple[LiveRun, AttemptLog]:
-        run = self._find_run(run_id)
-        log = run.log if run is not None else None
-        if run is not None and log is not None and log.key_hash and hmac.compare_digest(log.key_hash, _hash(key)):
-            return run, log
-        raise AccessError("this key is unknown or no longer valid.", "A key is valid while its attempt runs.")
-
-    def _find_run(self, run_id: str) -> LiveRun | None:
-        try:
-            group = self._groups.get(group_of(RunId(run_id)))
-        except ValueError:
-            return None
-        return None if group is None else group.runs.get(run_id)
-
-    def _live_run(self, run_id: str) -> LiveRun:
-        run = self._find_run(run_id)
-        if run is None:
-            raise NotFoundError(f"no live run {run_id} on this shard.", "Open its group first.")
-        if self._groups[group_of(RunId(run_id))].result is not None:
-            raise InvariantError(f"run {run_id} cannot have a further attempt", "its group is settled")
-        return run
-
     async def _commit(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Have the store do something; it is durable on return. What comes at one time shares a commit."""
         return await asyncio.wrap_future(self._store.submit(method, *args, **kwargs))
@@ -480,7 +454,3 @@ class TrajectoryShard:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _hash(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

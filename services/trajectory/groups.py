@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.errors import InvariantError
+from services.common.errors import AccessError, InvariantError, NotFoundError
+from services.common.ids import RunId, group_of
 from services.rollout.types import RunResult
 from services.trajectory.encoding import CallRow
+from services.trajectory.keys import is_hash_of
 from services.trajectory.live import AttemptLog
 from services.trajectory.microstep import ScoredRun
 from services.trajectory.settle import FinalRun
@@ -78,6 +80,42 @@ class LiveGroup:
         if unfinished:
             raise InvariantError(f"group {self.spec.group_id} is not complete", f"unfinished: {', '.join(unfinished)}")
         return [run for run in final.values() if run is not None]
+
+
+class LiveGroups(dict[str, LiveGroup]):
+    """The groups in hand, by id."""
+
+    def find_run(self, run_id: str) -> LiveRun | None:
+        """A run of them; None for any other."""
+        try:
+            group = self.get(group_of(RunId(run_id)))
+        except ValueError:
+            return None
+        return None if group is None else group.runs.get(run_id)
+
+    def is_settled(self, run_id: str) -> bool:
+        """Whether the group of a run in hand is settled."""
+        return self[group_of(RunId(run_id))].result is not None
+
+    def open_run(self, run_id: str) -> LiveRun:
+        """A run that may have a further attempt.
+
+        Raises ``NotFoundError`` for a run that is not in hand, ``InvariantError`` if its group is settled.
+        """
+        run = self.find_run(run_id)
+        if run is None:
+            raise NotFoundError(f"no live run {run_id} on this shard.", "Open its group first.")
+        if self.is_settled(run_id):
+            raise InvariantError(f"run {run_id} cannot have a further attempt", "its group is settled")
+        return run
+
+    def authorise(self, run_id: str, key: str) -> tuple[LiveRun, AttemptLog]:
+        """The run and the attempt that a key opens. Raises ``AccessError`` for a key that is not valid now."""
+        run = self.find_run(run_id)
+        log = run.log if run is not None else None
+        if run is not None and log is not None and log.key_hash and is_hash_of(log.key_hash, key):
+            return run, log
+        raise AccessError("this key is unknown or no longer valid.", "A key is valid while its attempt runs.")
 
 
 def new_group(spec: GroupSpec) -> LiveGroup:
