@@ -26,6 +26,7 @@ from services.proxy.session import Bridge, Renderer
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import RunResult, Sampling
 from services.trajectory.config import TrajectoryConfig
+from services.trajectory.encoding import columns_of
 from services.trajectory.groups import LiveGroup, LiveGroups, LiveRun, new_group, stored_group
 from services.trajectory.keys import hash_of, key_of
 from services.trajectory.live import AttemptLog, Matched
@@ -394,7 +395,8 @@ class TrajectoryShard:
                 )
             check_record(record)
             row = log.row(record)
-            if not await self._commit(self._store.append_call, row):
+            columns = await asyncio.to_thread(columns_of, row)
+            if not await self._commit(self._store.append_encoded, columns):
                 raise InvariantError(f"the store holds another call {record.call_id}", f"attempt {log.attempt}")
             log.complete(row)
             await self._note_trouble(log, None)

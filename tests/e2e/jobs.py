@@ -75,6 +75,7 @@ def start(tmp_path: Path, *arguments: str, config: Path = TINY) -> Job:
     output = tmp_path / "runs"
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "services.cli", "train", str(config), f"output.dir={output}", *arguments]
+    command = ["env", "--default-signal=INT", *command]  # whoever started the tests in the background ignores it
     environment = {**os.environ, "TIDEGATE_TEST_MARK": mark, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     environment.pop("RAY_ADDRESS", None)
     process = subprocess.Popen(

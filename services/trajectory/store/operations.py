@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
 from services.common.errors import NotFoundError
 from services.rollout.types import RunResult
-from services.trajectory.encoding import CallRow, columns_of, plain_text, result_json, selection_json
+from services.trajectory.encoding import plain_text, result_json, selection_json
 from services.trajectory.outcome import CallTrouble, Outcome
 from services.trajectory.store.dialect import upsert
 from services.trajectory.store.reading import newest_attempts
@@ -166,12 +167,12 @@ def clear_marks_above(db: sa.Connection, scope: Scope, step: int) -> None:
     db.execute(sa.update(groups).where(*of_shard, groups.c.trained_step > step).values(trained_step=None))
 
 
-def append_call(db: sa.Connection, scope: Scope, row: CallRow) -> bool:
-    """Store a call. False, and nothing changed, if a call of this id is stored already.
+def append_call(db: sa.Connection, scope: Scope, call: Mapping[str, Any]) -> bool:
+    """Store a call, given its columns. False, and nothing changed, if a call of this id is stored already.
 
     ``NotFoundError`` for a run of no known group.
     """
-    columns = {"job_id": scope.job_id, **columns_of(row)}
+    columns = {"job_id": scope.job_id, **call}
     insert = upsert(db, calls).on_conflict_do_nothing(index_elements=["job_id", "call_id"]).returning(calls.c.seq)
     try:
         if db.scalar(insert, columns) is None:

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from services.common.errors import MachineError
 from services.rollout.types import RunResult
-from services.trajectory.encoding import CallRow
+from services.trajectory.encoding import CallRow, columns_of
 from services.trajectory.outcome import CallTrouble
 from services.trajectory.store import operations, reading, retention
 from services.trajectory.store.config import StoreConfig
@@ -187,7 +187,12 @@ class Store:
     @_committed
     def append_call(self, row: CallRow) -> bool:
         """Store a call. False, and nothing changed, if a call of this id is stored already."""
-        return operations.append_call(self._db, self.scope, row)
+        return operations.append_call(self._db, self.scope, columns_of(row))
+
+    @_committed
+    def append_encoded(self, columns: Mapping[str, Any]) -> bool:
+        """As ``append_call``, given the call's columns: what compressing a long call takes holds up no other call."""
+        return operations.append_call(self._db, self.scope, columns)
 
     def calls(self, run_id: str, attempt: int) -> list[CallRow]:
         """The calls of an attempt as they were stored, parents before their children.
