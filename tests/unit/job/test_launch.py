@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from services.common.errors import ConfigError, EngineError, MachineError
 from services.job import launch
-from services.job.config import JobConfig, TasksConfig
 
 
 @pytest.mark.parametrize(
@@ -23,27 +19,3 @@ from services.job.config import JobConfig, TasksConfig
 )
 def test_a_job_that_an_error_ended_exits_as_the_error_tree_says(error: Exception, code: int) -> None:
     assert launch.exit_code_of(error) == code
-
-
-def test_an_output_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    plan = SimpleNamespace(folder=tmp_path / "file" / "j-1", config=JobConfig(tasks=TasksConfig(train="tasks")))
-    with pytest.raises(ConfigError, match=r"output\.dir"), launch._job_folder(plan):
-        pass
-
-
-def test_the_job_folder_tells_no_token(tmp_path: Path) -> None:
-    config = JobConfig.model_validate(
-        {"tasks": {"train": "t"}, "scheduler": {"grpc_token": "s3cret-1"}, "proxy": {"admin_token": "s3cret-2"}}
-    )
-    plan = SimpleNamespace(folder=tmp_path / "j-1", config=config, job_id="j-1")
-    with launch._job_folder(plan):
-        pass
-    assert "s3cret" not in (tmp_path / "j-1" / "job.json").read_text()
-    assert (tmp_path / "latest").resolve() == (tmp_path / "j-1").resolve()
-
-
-def test_a_folder_belongs_to_one_running_job(tmp_path: Path) -> None:
-    plan = SimpleNamespace(folder=tmp_path / "j-1", config=JobConfig(tasks=TasksConfig(train="tasks")), job_id="j-1")
-    with launch._job_folder(plan), pytest.raises(ConfigError, match="running"), launch._job_folder(plan):
-        pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -29,7 +30,9 @@ class Attempts:
         self.num_executed: Counter[tuple[str, int]] = Counter()
         self.go = threading.Event()
 
-    def execute(self, one: RunSpec, *, cancel: threading.Event) -> RunResult:
+    def execute(
+        self, one: RunSpec, *, cancel: threading.Event, harness_ended: Callable[[], None] = lambda: None
+    ) -> RunResult:
         self.num_executed[(one.run_id, one.attempt)] += 1
         while not self.go.wait(0.002) and not cancel.is_set():
             pass
