@@ -19,6 +19,8 @@ class Sampling:
     """Counts what an interrupted call already generated."""
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    json_schema: str | None = None
+    """A JSON schema that the answer is made to satisfy by a grammar mask; its tokens are not trained. None: free."""
 
     @property
     def is_greedy(self) -> bool:
@@ -51,6 +53,8 @@ class GenerateChunk:
     """None while it goes on; then 'stop', 'length' or 'abort'."""
     num_cached_tokens: int = 0
     """Prompt tokens that came out of the prefix cache (reported with the first chunk)."""
+    stop_string: str = ""
+    """With 'stop': the stop string that ended it; empty: an end-of-turn token did."""
 
 
 @dataclass(frozen=True, slots=True)

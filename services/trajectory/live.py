@@ -116,7 +116,7 @@ class AttemptLog:
             num_shared_messages=num_shared,
             shares_tools=shares_tools,
             opening=None if parent else opening_of(request.messages, request.tools),
-            agent_id=request.agent_id,
+            agent_id=request.lineage.agent_id,
         )
         self._next_ordinal += 1
         self.pending[pending.call_id] = pending

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.common.types import VersionSpan
+from services.proxy.types import CallPurpose, ParsedAnswer
 from services.rollout.types import Sampling
 from services.trajectory.outcome import Outcome
 
@@ -26,8 +27,10 @@ class CallRole(StrEnum):
     MAIN_SUMMARY = "main_summary"
     """A summary of the main conversation, from which the harness went on."""
     SUBAGENT = "subagent"
-    """Another conversation than the main one: a subagent's, or a side call."""
+    """Another agent's conversation than the main one."""
     SUBAGENT_SUMMARY = "subagent_summary"
+    SIDE = "side"
+    """A title, a memory, a check: beside the work. It is kept, and never trained."""
 
 
 class LossReason(StrEnum):
@@ -81,6 +84,22 @@ class CallTicket:
     """The sampling parameters that hold: the job's, with the harness's stop strings and smaller limits."""
     trainable: bool
     """False when the tokens may not become targets (greedy or forced)."""
+    is_shared: bool = False
+    """Another request made the same call: it is being generated, or its answer did not reach its harness. Its answer
+    is to be asked for (``shared_answer``), not generated."""
+    partial: PartialAnswer | None = None
+    """What the call had produced when its harness went away; generation goes on behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialAnswer:
+    """The beginning of an answer whose harness went away before its end. Arrays and the spans' sum: equal length."""
+
+    output_ids: TokenIds
+    logprobs: Logprobs
+    version_spans: tuple[VersionSpan, ...]
+    text: str
+    cells: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +131,13 @@ class CallRecord:
     requested_sampling: dict[str, Any] = field(default_factory=dict)
     """What the harness asked for; the job's parameters win over it."""
     agent_id: str = ""
-    """Which of the harness's agents made the call, where a header of its names it."""
+    """Which of the harness's agents made the call, where the harness names it."""
+    purpose: CallPurpose = CallPurpose.TURN
+    """What the call was for, as far as the harness tells."""
+    answer: ParsedAnswer | None = None
+    """The output told apart as the harness saw it. None: ``output_text`` is all text."""
+    stop_string: str = ""
+    """The stop string that ended it; empty: an end-of-turn token, or no stop."""
 
 
 @dataclass(frozen=True, slots=True)
