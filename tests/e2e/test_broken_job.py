@@ -15,6 +15,7 @@ import ray
 
 from services.job.cluster import free_port
 from tests.e2e import jobs
+from tests.ray_cluster import start_ray
 from tests.waiting import wait_until
 
 PROGRAMS = Path(sys.executable).parent
@@ -57,7 +58,7 @@ def slow_tasks(tmp_path: Path) -> Path:
 def job_api(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A cluster with the job API, started in the project's environment and shut down afterwards; yields its URL."""
     monkeypatch.setenv("PATH", f"{PROGRAMS}:{os.environ['PATH']}")
-    context = ray.init(
+    context = start_ray(
         address="local",
         num_cpus=4,
         object_store_memory=200 << 20,

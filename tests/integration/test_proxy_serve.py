@@ -27,6 +27,7 @@ from services.proxy.types import CanonicalRequest
 from services.rollout.types import GenerateRequest
 from services.scheduler.servicer import serve_scheduler
 from services.trajectory.types import CallRecord, CallTicket
+from tests.ray_cluster import start_ray
 from tests.unit.proxy.fakes import KEY, RUN, FakeCell, FakeShard, word
 from tests.waiting import wait_until
 
@@ -84,7 +85,7 @@ class Scheduler:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="tgp", dir="/tmp") as folder:
-        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, namespace=RAY_NAMESPACE, log_to_driver=False)
+        start_ray(num_cpus=2, include_dashboard=False, _temp_dir=folder, namespace=RAY_NAMESPACE, log_to_driver=False)
         yield Path(folder)
         serve.shutdown()
         ray.shutdown()

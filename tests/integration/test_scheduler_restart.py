@@ -24,6 +24,7 @@ from services.scheduler.events import Event
 from services.scheduler.journal import Journal, read_journal
 from services.scheduler.options import JobOptions, Policy, PolicyMode
 from services.scheduler.performer import Recovered
+from tests.ray_cluster import start_ray
 from tests.unit.scheduler.lasting import LastingPerformer, LastingWorld
 from tests.unit.scheduler.world import options
 from tests.waiting import wait_until
@@ -92,7 +93,7 @@ class RemotePerformer:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="tgs", dir="/tmp") as folder:
-        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, namespace=RAY_NAMESPACE, log_to_driver=False)
+        start_ray(num_cpus=2, include_dashboard=False, _temp_dir=folder, namespace=RAY_NAMESPACE, log_to_driver=False)
         yield
         ray.shutdown()
 

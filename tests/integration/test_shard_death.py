@@ -37,6 +37,7 @@ from tests.integration.shard_world import (
     start_cell,
     start_shard,
 )
+from tests.ray_cluster import start_ray
 from tests.unit.trajectory.world import make_result, run_to_end
 from tests.waiting import until
 
@@ -51,7 +52,7 @@ def cluster() -> Iterator[None]:
     temp_dir = tempfile.mkdtemp(prefix="tgd-", dir="/tmp")  # unix sockets want a short path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # a runtime_env would make every process start later
-        ray.init(
+        start_ray(
             address="local",
             num_cpus=2,
             include_dashboard=False,

@@ -44,6 +44,7 @@ from services.trainer.rank import TrainingRank, TrainingSpec
 from services.trainer.step import Listener, Portion, TrainedStep
 from services.trainer.team import TrainingTeam
 from services.trainer.types import StepReport, WeightManifest
+from tests.ray_cluster import start_ray
 from tests.unit.trainer.forests import make_micro_step
 from tests.waiting import until, wait_until
 
@@ -53,7 +54,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     temp_dir = tempfile.mkdtemp(prefix="tgt-", dir="/tmp")  # unix sockets want a short path
-    ray.init(
+    start_ray(
         address="local",
         num_cpus=2,
         include_dashboard=False,
