@@ -155,6 +155,7 @@ class _Job:
             num_shards=config.trajectory.num_shards,
             scheduler_address=address,
             scheduler_token=self._token,
+            model_path=str(plan.model_path),
         )
         try:
             serve.run(proxy_application(settings), name=serve_application(job_id), route_prefix=route_prefix(job_id))

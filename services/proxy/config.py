@@ -24,10 +24,22 @@ class ProxyConfig(BaseModel):
     """Larger requests are refused (413)."""
     call_timeout_s: float = Field(default=600, gt=0)
     """A call that no cell could finish by then fails (503 with retry-after)."""
+    max_ongoing_calls: int = Field(default=2048, ge=1)
+    """Calls that one replica serves at once; further ones are refused (429 with retry-after)."""
+    body_timeout_s: float = Field(default=60, gt=0)
+    """A request of which nothing more came for this long is refused (408), or its connection closed."""
+    send_timeout_s: float = Field(default=60, gt=0)
+    """A client that takes nothing of its answer for this long is disconnected, and its call aborted."""
     admin_token: str = ""
     """Must be set, and not to a known default, before ``host`` may be anything but a loopback address."""
+    tls_cert: str = ""
+    """PEM file with the certificate and its chain: the proxy then speaks https only. A relative path starts at the
+    configuration file."""
+    tls_key: str = ""
+    """PEM file with the certificate's private key, without a password."""
     public_url: str = ""
-    """How harness sandboxes on other nodes reach the proxy; empty: ``http://host:port``."""
+    """How harnesses reach the proxy, where a load balancer or another name stands before it; empty:
+    ``http://host:port`` (``https`` with ``tls_cert``), for a host of 0.0.0.0 with the address of the job's node."""
 
 
 _KNOWN_TOKENS = frozenset(

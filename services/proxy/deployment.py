@@ -34,6 +34,8 @@ class ProxySettings:
     scheduler_address: str
     """``host:port`` of the scheduler's gRPC server."""
     scheduler_token: str
+    model_path: str = ""
+    """Folder of the model: it decides how answers are parsed. Empty: they are text."""
 
 
 def proxy_application(settings: ProxySettings) -> serve.Application:
