@@ -1,4 +1,4 @@
-"""Canonical messages: what every dialect is parsed into and answered from, and what a run's shard matches and renders."""
+"""Canonical requests and answers: what every dialect is parsed into and answered from, what a shard matches."""
 
 from __future__ import annotations
 
@@ -102,6 +102,8 @@ class CanonicalRequest:
     """The client says that it sends this request again."""
     unused_fields: tuple[str, ...] = ()
     """Names of fields that were accepted and recorded, but change nothing."""
+    answer_form: dict[str, Any] = field(default_factory=dict)
+    """What its dialect's answers need to know besides: small, JSON-ready, read by that dialect alone."""
 
 
 class DeltaKind(StrEnum):
