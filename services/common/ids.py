@@ -45,6 +45,11 @@ def make_call_id(run_id: RunId, attempt: int, index: int) -> CallId:
     return CallId(f"{run_id}-a{attempt}-c{index}")
 
 
+def run_of(call_id: str) -> str:
+    """The run that a call belongs to; empty for what is no id of a call."""
+    return call_id.rpartition("-a")[0]
+
+
 def make_cell_id(index: int) -> CellId:
     """Cell 0 is the core."""
     return CellId(f"cell-{index}")

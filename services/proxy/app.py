@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 
+from services.common.errors import AccessError
 from services.common.ids import JobId, RunId, group_of
+from services.common.metrics import metric
 from services.proxy.backends import Backends
 from services.proxy.calls import CallServer
 from services.proxy.config import ProxyConfig
-from services.proxy.dialects import DialectError, openai_chat
-from services.proxy.responses import CallResponse, error_response
+from services.proxy.dialects import Dialect, InvalidRequestError, Refusal, RefusalKind
+from services.proxy.dialects.openai_chat import OPENAI_CHAT, model_list
+from services.proxy.parsing import AnswerParser
+from services.proxy.responses import CallResponse, RequestRefusedError, error_response
+
+_ENDPOINTS: dict[str, Dialect] = {
+    "/v1/chat/completions": OPENAI_CHAT,
+}
+_COUNT_TOKENS = "/v1/messages/count_tokens"
+_KNOWN_PATHS = (*_ENDPOINTS, _COUNT_TOKENS, "/v1/models")
 
 
 def create_app(
@@ -23,42 +35,21 @@ def create_app(
     config: ProxyConfig,
     model_name: str,
     backends: Backends,
+    parser: AnswerParser,
     lifespan: Any = None,
-    keep_alive_s: float = 15.0,
 ) -> FastAPI:
-    """The app. It is served under ``/{job_id}``; its own paths do not name the job.
-
-    A stream that is silent for ``keep_alive_s`` carries a comment line, so that nothing on the way gives it up.
-    """
+    """The app: a model server for harnesses, by three dialects. A run's key stands in the path or in a header."""
     app = FastAPI(title="Tidegate proxy", openapi_url=None, lifespan=lifespan)
-    calls = CallServer(job_id, backends, config.call_timeout_s)
+    gate = _Gate(job_id, config, CallServer(job_id, backends, parser, config.call_timeout_s))
     created_s = int(time.time())
 
-    async def chat_completions(request: Request, run_key: str) -> Response:
-        try:
-            run_id = run_of_key(run_key)
-            body = await _read_json(request, config.max_body_bytes)
-            canonical = openai_chat.parse(body)
-        except DialectError as refusal:
-            return error_response(refusal)
-        except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
-        return CallResponse(
-            lambda emit: calls.serve(run_id, run_key, canonical, emit), canonical, keep_alive_s=keep_alive_s
-        )
-
-    @app.post("/run/{key}/v1/chat/completions")
-    async def run_chat_completions(key: str, request: Request) -> Response:
-        return await chat_completions(request, key)
-
-    @app.post("/v1/chat/completions")
-    async def bearer_chat_completions(request: Request) -> Response:
-        return await chat_completions(request, _bearer_key(request))
+    for path, dialect in _ENDPOINTS.items():
+        _add_post(app, path, dialect, gate.call)
 
     @app.get("/run/{key}/v1/models")
     @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse(openai_chat.model_list([model_name], created_s))
+    async def models(request: Request) -> Response:
+        return JSONResponse(model_list([model_name], created_s))
 
     @app.get("/healthz")
     async def health() -> Response:
@@ -69,40 +60,109 @@ def create_app(
     async def anything_else(request: Request) -> Response:
         if request.method == "HEAD":  # some harnesses probe their base URL
             return Response()
-        known = request.url.path.endswith(("/chat/completions", "/models"))
-        return error_response(openai_chat.method_not_allowed() if known else openai_chat.not_found())
+        path = request.url.path
+        kind = RefusalKind.METHOD_NOT_ALLOWED if path.endswith(_KNOWN_PATHS) else RefusalKind.NOT_FOUND
+        return error_response(OPENAI_CHAT, Refusal(kind))
 
     return app
 
 
+def _add_post(app: FastAPI, path: str, dialect: Dialect, handle: Callable[..., Awaitable[Response]]) -> None:
+    async def by_path(key: str, request: Request) -> Response:
+        return await handle(dialect, request, key)
+
+    async def by_header(request: Request) -> Response:
+        return await handle(dialect, request, header_key(request))
+
+    app.add_api_route(f"/run/{{key}}{path}", by_path, methods=["POST"])
+    app.add_api_route(path, by_header, methods=["POST"])
+
+
+class _Gate:
+    """What lies between HTTP and a call: the key, the body and its limits, and how many calls at once."""
+
+    def __init__(self, job_id: JobId, config: ProxyConfig, calls: CallServer) -> None:
+        self._job_id = job_id
+        self._config = config
+        self._calls = calls
+        self._num_ongoing = 0
+
+    async def call(self, dialect: Dialect, http: Request, key: str) -> Response:
+        """Answer a model call."""
+        try:
+            run_id, request = await self._read(dialect, http, key, dialect.parse)
+            if self._num_ongoing >= self._config.max_ongoing_calls:
+                raise RequestRefusedError(Refusal(RefusalKind.RATE_LIMITED))
+        except (RequestRefusedError, ClientDisconnect) as refused:
+            return self._refuse(dialect, refused)
+        self._num_ongoing += 1
+
+        def ended() -> None:
+            self._num_ongoing -= 1
+
+        return CallResponse(
+            dialect,
+            request,
+            serve=lambda one, emit: self._calls.serve(run_id, key, one, emit),
+            not_delivered=lambda call_id: self._calls.not_delivered(run_id, call_id),
+            ended=ended,
+            keep_alive_s=self._config.keep_alive_s,
+            send_timeout_s=self._config.send_timeout_s,
+        )
+
+    async def _read(
+        self, dialect: Dialect, http: Request, key: str, parse: Callable[[Any, Any], Any]
+    ) -> tuple[RunId, Any]:
+        """The run of a key, and the body in canonical form. Raises ``RequestRefusedError`` and ``ClientDisconnect``."""
+        try:
+            run_id = run_of_key(key)
+            body = await _read_json(http, self._config.max_body_bytes, self._config.body_timeout_s)
+            return run_id, parse(body, http.headers)
+        except (AccessError, InvalidRequestError, RecursionError) as error:
+            raise RequestRefusedError.of(error) from None
+
+    def _refuse(self, dialect: Dialect, refused: RequestRefusedError | ClientDisconnect) -> Response:
+        if isinstance(refused, ClientDisconnect):
+            return Response(status_code=400)  # nobody reads it
+        metric("tidegate_refusals_total").inc(1, job=str(self._job_id), kind=refused.refusal.kind)
+        return error_response(dialect, refused.refusal)
+
+
 def run_of_key(key: str) -> RunId:
-    """The run that a key ``RUN_ID.SECRET`` names. Raises the dialect's 401 for anything else."""
+    """The run that a key ``RUN_ID.SECRET`` names. Raises ``AccessError`` for anything else."""
     run_id, separator, secret = key.rpartition(".")
     try:
         group_of(RunId(run_id))
     except ValueError:
-        raise openai_chat.invalid_api_key() from None
+        separator = ""
     if not separator or not secret:
-        raise openai_chat.invalid_api_key()
+        raise AccessError("this is no key of a run.", "A key is valid while its attempt runs.")
     return RunId(run_id)
 
 
-def _bearer_key(request: Request) -> str:
+def header_key(request: Request) -> str:
+    """The key that a client of either vendor sends; empty if it sends none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-async def _read_json(request: Request, max_body_bytes: int) -> Any:
-    """The body, never holding more than the limit. Raises ``DialectError`` (413, 400)."""
+async def _read_json(request: Request, max_body_bytes: int, timeout_s: float) -> Any:
+    """The body, never holding more than the limit, nor waiting longer. Raises ``RequestRefusedError``."""
+    too_large = RequestRefusedError(Refusal(RefusalKind.BODY_TOO_LARGE, max_body_bytes=max_body_bytes))
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_body_bytes:
-        raise openai_chat.body_too_large(max_body_bytes)
+        raise too_large
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_body_bytes:
-            raise openai_chat.body_too_large(max_body_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > max_body_bytes:
+                    raise too_large
+    except TimeoutError:
+        message = f"The body of your request did not arrive within {timeout_s:g} seconds."
+        raise RequestRefusedError(Refusal(RefusalKind.INVALID_REQUEST, message)) from None
     try:
         return json.loads(bytes(body))
     except (ValueError, RecursionError):
-        raise openai_chat.error(400, "We could not parse the JSON body of your request.") from None
+        raise InvalidRequestError("We could not parse the JSON body of your request.") from None

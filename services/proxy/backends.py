@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -17,7 +17,7 @@ from services.common.types import RouteTable
 from services.proxy.routing import EMPTY_TABLE, accept
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import GenerateChunk, GenerateRequest
-from services.trajectory.types import CallRecord, CallTicket
+from services.trajectory.types import CallRecord, CallTicket, PartialAnswer, SharedAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,28 @@ class Shard(Protocol):
         """The call is durable on return."""
         ...
 
-    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
-        """The call will not be completed. ``engine_lost``: no cell could, whatever the harness did."""
+    async def abandon_call(
+        self, call_id: str, reason: str, *, engine_lost: bool = False, partial: PartialAnswer | None = None
+    ) -> None:
+        """The call will not be completed. ``engine_lost``: no cell could, whatever the harness did. ``partial``: what
+        the same request, made again, may go on behind."""
+        ...
+
+    async def shared_answer(self, run_id: str, call_id: str) -> SharedAnswer | None:
+        """The answer of a call that another request made too, once there is one. None: nobody completes it; the
+        request is to be matched again."""
+        ...
+
+    async def note_undelivered(self, call_id: str) -> None:
+        """The answer of a stored call did not reach its harness."""
+        ...
+
+    async def renew_calls(self, call_ids: Sequence[str]) -> None:
+        """These calls are still being generated."""
+        ...
+
+    async def count_tokens(self, run_id: str, key: str, request: CanonicalRequest) -> int:
+        """The length of the prompt of a request. Raises what ``match_call`` raises."""
         ...
 
 
@@ -123,13 +143,15 @@ class RayBackends:
         self._num_shards = num_shards
         self._routes = routes
         self._actors = _Actors()
+        self._shards: dict[str, _RayShard] = {}
 
     @property
     def routes(self) -> Routes:
         return self._routes
 
     def shard_for(self, run_id: RunId) -> Shard:
-        return _RayShard(self._actors, shard_actor(self._job_id, shard_of(run_id, self._num_shards)))
+        name = shard_actor(self._job_id, shard_of(run_id, self._num_shards))
+        return self._shards.setdefault(name, _RayShard(self._actors, name))
 
     def cell(self, actor_name: str) -> Cell:
         return _RayCell(self._actors, actor_name)
@@ -163,8 +185,24 @@ class _RayShard:
     async def append_call(self, record: CallRecord) -> None:
         await self._ask("append_call", record)
 
-    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
-        await self._ask("abandon_call", call_id, reason, engine_lost=engine_lost)
+    async def abandon_call(
+        self, call_id: str, reason: str, *, engine_lost: bool = False, partial: PartialAnswer | None = None
+    ) -> None:
+        await self._ask("abandon_call", call_id, reason, engine_lost=engine_lost, partial=partial)
+
+    async def shared_answer(self, run_id: str, call_id: str) -> SharedAnswer | None:
+        shared: SharedAnswer | None = await self._ask("shared_answer", run_id, call_id)
+        return shared
+
+    async def note_undelivered(self, call_id: str) -> None:
+        await self._ask("note_undelivered", call_id)
+
+    async def renew_calls(self, call_ids: Sequence[str]) -> None:
+        await self._ask("renew_calls", call_ids)
+
+    async def count_tokens(self, run_id: str, key: str, request: CanonicalRequest) -> int:
+        num_tokens: int = await self._ask("count_tokens", run_id, key, request)
+        return num_tokens
 
     async def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         try:

@@ -17,16 +17,19 @@ from services.common.ids import JobId, RunId
 from services.common.metrics import metric
 from services.common.types import CellRoute, VersionSpan
 from services.proxy.backends import Backends, Shard
+from services.proxy.parsing import AnswerParser, AnswerReader
 from services.proxy.routing import choose_cell
-from services.proxy.types import CanonicalRequest
+from services.proxy.types import CanonicalRequest, Choice, Delta, DeltaKind, ParsedAnswer, Usage
 from services.rollout.types import GenerateChunk, GenerateRequest
-from services.trajectory.types import CallRecord, CallTicket
+from services.trajectory.types import CallRecord, CallTicket, PartialAnswer, SharedAnswer
 
 logger = logging.getLogger(__name__)
 
 _CLEANUP_TIMEOUT_S = 10.0
 _RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
+_RENEWAL_S = 2.0
+"""So often the shards hear which calls this replica still generates."""
 
 
 ABORTED = "abort"
@@ -52,6 +55,34 @@ class Answer:
     waits_for_cell: bool = False
     """No cell can go on with the call now."""
 
+    stop_string: str = ""
+
+    @classmethod
+    def of(cls, partial: PartialAnswer | None) -> Answer:
+        """An answer that goes on behind what there is of it."""
+        if partial is None:
+            return cls()
+        return cls(
+            token_ids=partial.output_ids.tolist(),
+            logprobs=partial.logprobs.tolist(),
+            texts=[partial.text],
+            version_spans=list(partial.version_spans),
+            cells=list(partial.cells),
+        )
+
+    @property
+    def partial(self) -> PartialAnswer | None:
+        """What there is of the answer, to go on behind it; None if that is nothing."""
+        if not self.token_ids:
+            return None
+        return PartialAnswer(
+            np.asarray(self.token_ids, dtype=np.int32),
+            np.asarray(self.logprobs, dtype=np.float32),
+            tuple(self.version_spans),
+            self.text,
+            tuple(self.cells),
+        )
+
     @property
     def text(self) -> str:
         return "".join(self.texts)
@@ -73,7 +104,7 @@ class Answer:
         if (chunk.token_ids or finished) and self.cells[-1:] != [cell_id]:
             self.cells.append(cell_id)
         if finished:
-            self.finish_reason = str(chunk.finish_reason)
+            self.finish_reason, self.stop_string = str(chunk.finish_reason), chunk.stop_string
 
     def _add_version(self, span: VersionSpan) -> None:
         if self.version_spans and self.version_spans[-1].version == span.version:
@@ -83,53 +114,118 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text for the harness. The last piece comes only after the call is durable."""
+    """Of one answer, for the harness. The last piece comes only after the call is durable."""
 
-    ticket: CallTicket
-    answer: Answer
-    """The whole answer so far."""
-    text: str
+    call_id: str
+    choice: int
+    deltas: tuple[Delta, ...]
     """What this piece adds."""
-    is_last: bool = False
+    usage: Usage
+    """So far."""
+    finished: Choice | None = None
+    """The whole answer, in the last piece."""
 
 
 Emit = Callable[[Piece], None]
 
 
+@dataclass
+class _Generation:
+    """A call that this replica generates."""
+
+    ticket: CallTicket
+    request: CanonicalRequest
+    answer: Answer
+    reader: AnswerReader
+    emit: Emit
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.ticket.num_prompt_tokens, len(self.answer.token_ids), self.answer.num_cached_tokens)
+
+    def tell(self, text: str) -> None:
+        """Send on what is certain of the answer with ``text`` behind it."""
+        deltas = self.reader.feed(text)
+        if deltas:
+            self.emit(Piece(self.ticket.call_id, self.request.choice, tuple(deltas), self.usage))
+
+
 class CallServer:
     """Serves calls. Holds no state of a run: every replica can serve every call."""
 
-    def __init__(self, job_id: JobId, backends: Backends, call_timeout_s: float) -> None:
+    def __init__(self, job_id: JobId, backends: Backends, parser: AnswerParser, call_timeout_s: float) -> None:
         self._job_id = job_id
         self._backends = backends
+        self._parser = parser
         self._call_timeout_s = call_timeout_s
         self._background_tasks: set[asyncio.Task[None]] = set()
+        self._generating: dict[str, Shard] = {}
+        """Calls in flight -> their shards."""
+        self._renewing: asyncio.Task[None] | None = None
 
     async def serve(self, run_id: RunId, key: str, request: CanonicalRequest, emit: Emit) -> None:
-        """Serve one call; its text goes to ``emit`` in pieces. Cancelling it aborts the call and tells the shard.
+        """Serve one call; its answer goes to ``emit`` in pieces. Cancelling it aborts the call and tells the shard.
 
-        Raises what ``match_call`` raises, and ``CallFailedError`` when the call cannot be finished.
+        A request that another one makes too gets the answer of the same generation. Raises what ``match_call``
+        raises, and ``CallFailedError`` when the call cannot be finished.
         """
         started_at_s, started_s = time.time(), time.monotonic()
         shard = self._backends.shard_for(run_id)
-        answer = Answer()
         with self._as_failed_call():
             async with asyncio.timeout(self._call_timeout_s) as deadline:
                 ticket = await self._match(shard, run_id, key, request)
+                while ticket.is_shared:
+                    shared = await shard.shared_answer(run_id, ticket.call_id)
+                    if shared is not None:
+                        metric("tidegate_calls_shared_total").inc(1, job=str(self._job_id))
+                        emit(_shared_piece(shared, request))
+                        return
+                    ticket = await self._match(shard, run_id, key, request)
+                call = self._begin(ticket, request, emit)
                 try:
-                    await self._generate(ticket, answer, emit)
+                    with self._noted_as_generating(ticket.call_id, shard):
+                        await self._generate(call)
                 except BaseException as error:
-                    engine_lost = deadline.expired() or answer.waits_for_cell
-                    abandoning = shard.abandon_call(ticket.call_id, _why(error), engine_lost=engine_lost)
-                    self._in_background(_quietly(abandoning))
+                    self._abandon(shard, call, error, is_late=deadline.expired())
                     raise
+        deltas = call.reader.feed(call.answer.texts[-1])
+        last_deltas, parsed = call.reader.finish()
         # from here on the answer is whole: it is stored even if the harness goes away meanwhile
-        storing = self._in_background(shard.append_call(_record(ticket, answer, started_at_s)))
+        storing = self._in_background(shard.append_call(_record(call, parsed, started_at_s)))
         with self._as_failed_call():
-            async with asyncio.timeout(self._call_timeout_s):
-                await asyncio.shield(storing)
-        self._count(ticket, request, answer, time.monotonic() - started_s)
-        emit(Piece(ticket, answer, answer.texts[-1], is_last=True))
+            try:
+                async with asyncio.timeout(self._call_timeout_s):
+                    await asyncio.shield(storing)
+            except asyncio.CancelledError:
+                storing.add_done_callback(lambda _: self.not_delivered(run_id, ticket.call_id))
+                raise
+        self._count(call, parsed, time.monotonic() - started_s)
+        choice = Choice(request.choice, parsed, call.answer.finish_reason, call.answer.stop_string)
+        emit(Piece(ticket.call_id, request.choice, (*deltas, *last_deltas), call.usage, choice))
+
+    def not_delivered(self, run_id: RunId, call_id: str) -> None:
+        """The harness went away before it had the whole answer of a stored call: if it asks again, it gets that."""
+        self._in_background(_quietly(self._backends.shard_for(run_id).note_undelivered(call_id)))
+
+    async def count_tokens(self, run_id: RunId, key: str, request: CanonicalRequest) -> int:
+        """How many tokens the prompt of a request would have."""
+        return await self._backends.shard_for(run_id).count_tokens(run_id, key, request)
+
+    def _begin(self, ticket: CallTicket, request: CanonicalRequest, emit: Emit) -> _Generation:
+        answer = Answer.of(ticket.partial)
+        call = _Generation(ticket, request, answer, self._parser.reader(request, ticket.call_id), emit)
+        if ticket.partial is not None:
+            metric("tidegate_calls_resumed_total").inc(1, job=str(self._job_id))
+            call.tell(ticket.partial.text)
+        return call
+
+    def _abandon(self, shard: Shard, call: _Generation, error: BaseException, *, is_late: bool) -> None:
+        """Tell the shard that a call will not be completed here, and what there is of it."""
+        # tokens that a grammar forced cannot be gone on from: its state is not known behind them
+        partial = call.answer.partial if call.ticket.sampling.json_schema is None else None
+        engine_lost = is_late or call.answer.waits_for_cell
+        abandoning = shard.abandon_call(call.ticket.call_id, _why(error), engine_lost=engine_lost, partial=partial)
+        self._in_background(_quietly(abandoning))
 
     async def _match(self, shard: Shard, run_id: RunId, key: str, request: CanonicalRequest) -> CallTicket:
         """Match, and take the call back at the shard if the harness leaves before the ticket is here."""
@@ -141,33 +237,36 @@ class CallServer:
 
             def take_back(done: asyncio.Future[CallTicket]) -> None:
                 if not done.cancelled() and done.exception() is None:
-                    self._in_background(_quietly(shard.abandon_call(done.result().call_id, reason)))
+                    ticket = done.result()
+                    if not ticket.is_shared:
+                        abandoning = shard.abandon_call(ticket.call_id, reason, partial=ticket.partial)
+                        self._in_background(_quietly(abandoning))
 
             matching.add_done_callback(take_back)
             raise
 
-    async def _generate(self, ticket: CallTicket, answer: Answer, emit: Emit) -> None:
-        """Stream from one cell after the other until the answer is finished. The last text is not emitted."""
+    async def _generate(self, call: _Generation) -> None:
+        """Stream from one cell after the other until the answer is finished. The last text is not told."""
         failed: dict[str, int] = {}  # cell id -> epoch of the table by which it was chosen
         retry_s = _RETRY_S
-        while not answer.finish_reason:
+        while not call.answer.finish_reason:
             table = self._backends.routes.table
             excluded = [cell_id for cell_id, epoch in failed.items() if epoch >= table.epoch]
-            route, reason = choose_cell(table, ticket.run_id, excluded)
-            answer.waits_for_cell = route is None
+            route, reason = choose_cell(table, call.ticket.run_id, excluded)
+            call.answer.waits_for_cell = route is None
             if route is None:
-                logger.debug("call %s waits: %s", ticket.call_id, reason)
+                logger.debug("call %s waits: %s", call.ticket.call_id, reason)
                 await self._backends.routes.wait_newer(table.epoch, retry_s)
                 retry_s = min(retry_s * 2, _MAX_RETRY_S)
                 failed.clear()
                 continue
-            await self._generate_at(route, ticket, answer, emit)
-            if not answer.finish_reason:
+            await self._generate_at(route, call)
+            if not call.answer.finish_reason:
                 failed[route.cell_id] = table.epoch
 
-    async def _generate_at(self, route: CellRoute, ticket: CallTicket, answer: Answer, emit: Emit) -> None:
+    async def _generate_at(self, route: CellRoute, call: _Generation) -> None:
         """Stream from one cell. Returns with no finish reason set if the call must go on elsewhere."""
-        cell = self._backends.cell(route.actor_name)
+        cell, ticket, answer = self._backends.cell(route.actor_name), call.ticket, call.answer
         request = GenerateRequest(ticket.call_id, ticket.run_id, ticket.sampling, tuple(answer.token_ids))
         try:
             async with contextlib.aclosing(cell.generate(request, ticket.prompt_ref)) as chunks:
@@ -176,7 +275,7 @@ class CallServer:
                     if answer.finish_reason:
                         return
                     if chunk.text:
-                        emit(Piece(ticket, answer, chunk.text))
+                        call.tell(chunk.text)
                     if chunk.finish_reason == ABORTED:
                         return
             raise EngineError("its stream ended without a finish reason.")
@@ -185,6 +284,25 @@ class CallServer:
         except BaseException:
             self._in_background(_quietly(cell.abort(ticket.call_id)))
             raise
+
+    @contextlib.contextmanager
+    def _noted_as_generating(self, call_id: str, shard: Shard) -> Iterator[None]:
+        self._generating[call_id] = shard
+        if self._renewing is None or self._renewing.done():
+            self._renewing = self._in_background(self._renew())
+        try:
+            yield
+        finally:
+            del self._generating[call_id]
+
+    async def _renew(self) -> None:
+        """While calls are in flight, tell their shards so: a shard that hears nothing takes this replica for dead."""
+        while self._generating:
+            await asyncio.sleep(_RENEWAL_S)
+            by_shard: dict[Shard, list[str]] = {}
+            for call_id, shard in self._generating.items():
+                by_shard.setdefault(shard, []).append(call_id)
+            await asyncio.gather(*(_quietly(shard.renew_calls(ids)) for shard, ids in by_shard.items()))
 
     @contextlib.contextmanager
     def _as_failed_call(self) -> Iterator[None]:
@@ -203,14 +321,15 @@ class CallServer:
         task.add_done_callback(self._background_tasks.discard)
         return task
 
-    def _count(self, ticket: CallTicket, request: CanonicalRequest, answer: Answer, seconds: float) -> None:
-        job = str(self._job_id)
-        metric("tidegate_calls_total").inc(1, job=job, dialect=request.dialect, finish_reason=answer.finish_reason)
+    def _count(self, call: _Generation, parsed: ParsedAnswer, seconds: float) -> None:
+        job, answer = str(self._job_id), call.answer
+        metric("tidegate_calls_total").inc(1, job=job, dialect=call.request.dialect, finish_reason=answer.finish_reason)
         metric("tidegate_call_moves_total").inc(len(answer.cells) - 1, job=job)
         metric("tidegate_call_seconds").observe(seconds, job=job)
-        metric("tidegate_prompt_tokens_total").inc(ticket.num_prompt_tokens, job=job)
-        metric("tidegate_prompt_tokens_new_total").inc(ticket.num_new_tokens, job=job)
+        metric("tidegate_prompt_tokens_total").inc(call.ticket.num_prompt_tokens, job=job)
+        metric("tidegate_prompt_tokens_new_total").inc(call.ticket.num_new_tokens, job=job)
         metric("tidegate_output_tokens_total").inc(len(answer.token_ids), job=job)
+        metric("tidegate_malformed_tool_calls_total").inc(parsed.num_malformed_calls, job=job)
 
 
 def _why(error: BaseException) -> str:
@@ -227,8 +346,21 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
         logger.debug("clean-up of a call failed: %s: %s", type(error).__name__, error)
 
 
-def _record(ticket: CallTicket, answer: Answer, started_at_s: float) -> CallRecord:
+def _shared_piece(shared: SharedAnswer, request: CanonicalRequest) -> Piece:
+    """The whole answer of a stored call as one piece."""
+    record = shared.record
+    parsed = record.answer or ParsedAnswer(record.output_text)
+    deltas = [Delta(DeltaKind.REASONING, parsed.reasoning), Delta(DeltaKind.TEXT, parsed.text)]
+    told = [delta for delta in deltas if delta.text]
+    told += [Delta(DeltaKind.TOOL_CALL, tool_call=call) for call in parsed.tool_calls]
+    usage = Usage(shared.num_prompt_tokens, len(record.output_ids))
+    choice = Choice(request.choice, parsed, record.finish_reason, record.stop_string)
+    return Piece(record.call_id, request.choice, tuple(told), usage, choice)
+
+
+def _record(call: _Generation, parsed: ParsedAnswer, started_at_s: float) -> CallRecord:
     """The call as it is stored. Of the prompt and the request nothing is sent: the shard still has them."""
+    ticket, answer = call.ticket, call.answer
     return CallRecord(
         call_id=ticket.call_id,
         run_id=ticket.run_id,
@@ -245,4 +377,6 @@ def _record(ticket: CallTicket, answer: Answer, started_at_s: float) -> CallReco
         cells=tuple(answer.cells),
         started_at_s=started_at_s,
         ended_at_s=time.time(),
+        answer=parsed if parsed.reasoning or parsed.tool_calls or parsed.text != answer.text else None,
+        stop_string=answer.stop_string,
     )

@@ -22,6 +22,8 @@ class ProxyConfig(BaseModel):
     """Copies of the proxy; any of them can take any call."""
     max_body_bytes: int = Field(default=64 << 20, ge=1024)
     """Larger requests are refused (413)."""
+    keep_alive_s: float = Field(default=15, gt=0)
+    """A stream that is silent for so long carries a comment, so that nothing on the way gives it up."""
     call_timeout_s: float = Field(default=600, gt=0)
     """A call that no cell could finish by then fails (503 with retry-after)."""
     max_ongoing_calls: int = Field(default=2048, ge=1)

@@ -1,4 +1,4 @@
-"""The proxy as a Ray Serve application."""
+"""The proxy as a Ray Serve application without HTTP of Serve's own: every replica listens by itself."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from services.common.types import RouteTable
 from services.proxy.app import create_app
 from services.proxy.backends import RayBackends, Routes, follow_routes
 from services.proxy.config import ProxyConfig
+from services.proxy.listener import HttpListener
 from services.scheduler.client import SchedulerClient
 
-_MAX_ONGOING_CALLS = 4096
-"""Of a replica; calls wait for cells, not for the proxy."""
+_HEALTH_PERIOD_S = 2.0
+_HEALTH_TIMEOUT_S = 10.0
+"""After three checks in a row that failed or took this long, Serve replaces a replica; a dead one at the first."""
+_STOP_TIMEOUT_S = 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class ProxySettings:
 
     job_id: JobId
     config: ProxyConfig
+    """Its ``port`` is the real one, its paths are absolute."""
     model_name: str
     """What ``/v1/models`` lists."""
     num_shards: int
@@ -38,36 +42,57 @@ class ProxySettings:
     """Folder of the model: it decides how answers are parsed. Empty: they are text."""
 
 
-def proxy_application(settings: ProxySettings) -> serve.Application:
-    """The Ray Serve application of a job's proxy; run it with ``route_prefix=/{job_id}``."""
+class ProxyReplica:
+    """One replica: an HTTP server on the job's port. Serve starts it, asks for its health, and replaces it."""
 
-    def build() -> FastAPI:
-        routes = Routes()
-        backends = RayBackends(settings.job_id, settings.num_shards, routes)
+    def __init__(self, settings: ProxySettings) -> None:
+        """Returns once it accepts connections. Raises ``MachineError`` if the port is taken."""
+        self._listener = HttpListener(_make_app(settings), settings.config)
+        self._listener.start()
 
-        async def watch() -> AsyncIterator[RouteTable]:
-            client = SchedulerClient(settings.scheduler_address, settings.scheduler_token)
-            try:
-                async for table in client.watch_routes():
-                    yield table
-            finally:
-                await client.close()
+    def check_health(self) -> None:
+        """Raises ``JobError`` if the server ended or hangs."""
+        self._listener.check()
 
-        @contextlib.asynccontextmanager
-        async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-            following = asyncio.create_task(follow_routes(routes, watch))
-            yield
-            following.cancel()
+    def __del__(self) -> None:
+        if hasattr(self, "_listener"):
+            self._listener.stop()
 
-        return create_app(settings.job_id, settings.config, settings.model_name, backends, lifespan)
 
+def proxy_application(settings: ProxySettings, node_ip: str) -> serve.Application:
+    """The Ray Serve application of a job's proxy, without a route. All replicas lie on one node, for they share its
+    port."""
     deployment = serve.deployment(
-        serve.ingress(build)(),
+        ProxyReplica,
         name="Proxy",
         num_replicas=settings.config.num_replicas,
-        max_ongoing_requests=_MAX_ONGOING_CALLS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": {f"node:{node_ip}": 0.001}},
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=_STOP_TIMEOUT_S,
         logging_config=LoggingConfig(enable_access_log=False),  # paths hold keys
     )
-    application: serve.Application = deployment.bind()
+    application: serve.Application = deployment.bind(settings)
     return application
+
+
+def _make_app(settings: ProxySettings) -> FastAPI:
+    routes = Routes()
+    backends = RayBackends(settings.job_id, settings.num_shards, routes)
+
+    async def watch() -> AsyncIterator[RouteTable]:
+        client = SchedulerClient(settings.scheduler_address, settings.scheduler_token)
+        try:
+            async for table in client.watch_routes():
+                yield table
+        finally:
+            await client.close()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        following = asyncio.create_task(follow_routes(routes, watch))
+        yield
+        following.cancel()
+
+    return create_app(settings.job_id, settings.config, settings.model_name, backends, lifespan=lifespan)

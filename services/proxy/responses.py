@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import replace
 
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -18,10 +18,11 @@ from services.common.errors import (
     JobError,
     NotFoundError,
     RequestError,
+    TurnLimitError,
 )
 from services.proxy.calls import Emit, Piece
-from services.proxy.dialects import DialectError, openai_chat
-from services.proxy.types import CanonicalRequest
+from services.proxy.dialects import RETRIED, AnswerStream, Dialect, Head, InvalidRequestError, Refusal, RefusalKind
+from services.proxy.types import CanonicalRequest, Choice, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -35,62 +36,119 @@ class StreamCutError(Exception):
     """
 
 
-def refusal_of(error: Exception) -> DialectError:
-    """The error answer for what befell a call before its answer began."""
-    if isinstance(error, DialectError):
-        return error
+class RequestRefusedError(Exception):
+    """A request gets an error instead of an answer."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.kind)
+        self.refusal = refusal
+
+    @classmethod
+    def of(cls, error: Exception) -> RequestRefusedError:
+        return error if isinstance(error, RequestRefusedError) else cls(refusal_of(error))
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What befell a call before its answer began, in no dialect's words."""
+    if isinstance(error, RequestRefusedError):
+        return error.refusal
+    if isinstance(error, InvalidRequestError):
+        return error.refusal
     if isinstance(error, AccessError):
-        return openai_chat.invalid_api_key()
+        return Refusal(RefusalKind.INVALID_KEY)
     if isinstance(error, ContextLengthError):
-        return openai_chat.context_length_exceeded(error.num_prompt_tokens, error.max_model_len)
+        return Refusal(
+            RefusalKind.CONTEXT_LENGTH,
+            num_prompt_tokens=error.num_prompt_tokens,
+            max_model_len=error.max_model_len,
+        )
+    if isinstance(error, TurnLimitError):
+        return Refusal(RefusalKind.TURN_LIMIT, error.message)
     if isinstance(error, RequestError):
-        return openai_chat.error(400, error.message, param="messages")
+        return Refusal(RefusalKind.INVALID_REQUEST, error.message, param="messages")
+    if isinstance(error, RecursionError):
+        return Refusal(RefusalKind.INVALID_REQUEST, "The JSON body of your request is nested too deeply.")
     if isinstance(error, JobError | NotFoundError):  # lost on our side; the same request may work in a moment
-        return openai_chat.overloaded()
-    return openai_chat.server_error()
+        return Refusal(RefusalKind.OVERLOADED)
+    return Refusal(RefusalKind.SERVER_ERROR)
 
 
-def error_response(refusal: DialectError) -> JSONResponse:
+def error_response(dialect: Dialect, refusal: Refusal) -> JSONResponse:
     """An error answer; one that may go away by itself says when to try again."""
-    headers = {"retry-after": str(_RETRY_AFTER_S)} if refusal.status in (429, 503) else None
-    return JSONResponse(refusal.body, refusal.status, headers)
+    answer = dialect.error(refusal)
+    headers = {"retry-after": str(_RETRY_AFTER_S)} if refusal.kind in RETRIED else None
+    return JSONResponse(answer.body, answer.status, headers)
 
 
 class CallResponse(Response):
-    """Runs a call and sends its answer. A harness that disconnects cancels the call."""
+    """Runs the calls of a request, one for each choice, and sends their answers.
+
+    A harness that disconnects cancels them. ``not_delivered`` is told each completed call whose answer was not sent
+    to its end, ``ended`` once that all is over.
+    """
 
     def __init__(
-        self, serve: Callable[[Emit], Awaitable[None]], request: CanonicalRequest, *, keep_alive_s: float
+        self,
+        dialect: Dialect,
+        request: CanonicalRequest,
+        *,
+        serve: Callable[[CanonicalRequest, Emit], Awaitable[None]],
+        not_delivered: Callable[[str], None],
+        ended: Callable[[], None],
+        keep_alive_s: float,
+        send_timeout_s: float,
     ) -> None:
-        self._serve = serve
+        self._dialect = dialect
         self._request = request
+        self._serve = serve
+        self._not_delivered = not_delivered
+        self._ended = ended
         self._keep_alive_s = keep_alive_s
+        self._send_timeout_s = send_timeout_s
         self._created_s = int(time.time())
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._finished: dict[str, Piece] = {}
+        """Calls that are complete -> their last pieces."""
         self.background = None
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        producing = asyncio.create_task(self._produce())
+        requests = [replace(self._request, choice=choice) for choice in range(self._request.num_choices)]
+        producing = [asyncio.create_task(self._produce(request)) for request in requests]
         sending = asyncio.create_task(self._send_answer(send))
         leaving = asyncio.create_task(_disconnected(receive))
+        is_delivered = False
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
+                is_delivered = self._is_complete
         finally:
-            for task in (sending, leaving, producing):
+            for task in (sending, leaving, *producing):
                 task.cancel()
+            self._ended()
+            if not is_delivered:
+                for call_id in self._finished:
+                    self._not_delivered(call_id)
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await sending
 
-    async def _produce(self) -> None:
+    async def _produce(self, request: CanonicalRequest) -> None:
         try:
-            await self._serve(self._pieces.put_nowait)
+            await self._serve(request, self._take)
         except Exception as error:  # whatever befell the call: the sender answers for it
             if not isinstance(error, RequestError | AccessError):
                 logger.warning("a call failed: %s", error, exc_info=not isinstance(error, JobError))
             self._pieces.put_nowait(error)
+
+    def _take(self, piece: Piece) -> None:
+        if piece.finished is not None:
+            self._finished[piece.call_id] = piece
+        self._pieces.put_nowait(piece)
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._finished) == self._request.num_choices
 
     async def _send_answer(self, send: Send) -> None:
         if self._request.stream:
@@ -102,41 +160,40 @@ class CallResponse(Response):
         while True:
             piece = await self._pieces.get()
             if isinstance(piece, Exception):
-                await _send_response(error_response(refusal_of(piece)), send)
+                await self._send_response(error_response(self._dialect, refusal_of(piece)), send)
                 return
-            if piece.is_last:
-                body = openai_chat.completion(
-                    self._head(piece), piece.answer.text, piece.answer.finish_reason, _usage(piece)
-                )
-                await _send_response(JSONResponse(body), send)
+            if piece.finished is not None and self._is_complete:
+                body = self._dialect.body(self._head(piece), self._choices(), self._usage())
+                await self._send_response(JSONResponse(body), send)
                 return
 
     async def _send_stream(self, send: Send) -> None:
         """The status goes out with the first piece, or with the first keep-alive if that comes before."""
-        started = role_sent = False
-        while True:
+        is_started, num_finished = False, 0
+        stream: AnswerStream | None = None
+        while num_finished < self._request.num_choices:
             piece = await self._next_piece()
-            if isinstance(piece, Exception) and not started:
-                await _send_response(error_response(refusal_of(piece)), send)
+            if isinstance(piece, Exception) and not is_started:
+                await self._send_response(error_response(self._dialect, refusal_of(piece)), send)
                 return
             if isinstance(piece, Exception):
                 raise StreamCutError("a call was lost in the middle of its answer") from piece
-            if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-                started = True
+            if not is_started:
+                await self._send(send, {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                is_started = True
             if piece is None:
-                await _send_text(send, openai_chat.KEEP_ALIVE)
+                await self._send_text(send, self._dialect.keep_alive)
                 continue
-            text = "" if role_sent else openai_chat.stream_head(self._head(piece))
-            role_sent = True
-            if piece.text:
-                text += openai_chat.stream_text(self._head(piece), piece.text)
-            if piece.is_last:
-                usage = _usage(piece) if self._request.include_usage else None
-                text += openai_chat.stream_tail(self._head(piece), piece.answer.finish_reason, usage)
-            await _send_text(send, text, more=not piece.is_last)
-            if piece.is_last:
-                return
+            text = ""
+            if stream is None:
+                stream = self._dialect.stream(self._head(piece))
+                text = stream.begin(replace(piece.usage, num_output_tokens=0))
+            text += "".join(stream.delta(piece.choice, delta) for delta in piece.deltas)
+            num_finished += piece.finished is not None
+            is_last = num_finished == self._request.num_choices
+            if is_last:
+                text += stream.end(self._choices(), self._usage())
+            await self._send_text(send, text, more=not is_last)
 
     async def _next_piece(self) -> Piece | Exception | None:
         """The next piece; None if the call has been silent for too long."""
@@ -146,8 +203,38 @@ class CallResponse(Response):
         except TimeoutError:
             return None
 
-    def _head(self, piece: Piece) -> openai_chat.Head:
-        return openai_chat.Head(piece.ticket.call_id, self._created_s, self._request.model)
+    def _head(self, piece: Piece) -> Head:
+        return Head(piece.call_id, self._created_s, self._request)
+
+    def _choices(self) -> list[Choice]:
+        choices = [piece.finished for piece in self._finished.values() if piece.finished is not None]
+        return sorted(choices, key=lambda choice: choice.index)
+
+    def _usage(self) -> Usage:
+        """The prompt is counted once, however many choices were made of it."""
+        usages = [piece.usage for piece in self._finished.values()]
+        return Usage(
+            num_prompt_tokens=usages[0].num_prompt_tokens,
+            num_output_tokens=sum(usage.num_output_tokens for usage in usages),
+            num_cached_tokens=usages[0].num_cached_tokens,
+            num_reasoning_tokens=sum(usage.num_reasoning_tokens for usage in usages),
+        )
+
+    async def _send_text(self, send: Send, text: str, more: bool = True) -> None:
+        await self._send(send, {"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+    async def _send_response(self, response: Response, send: Send) -> None:
+        headers = response.raw_headers
+        await self._send(send, {"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await self._send(send, {"type": "http.response.body", "body": response.body, "more_body": False})
+
+    async def _send(self, send: Send, message: dict[str, object]) -> None:
+        """Send, but not for ever: a client that reads nothing may not hold an answer in memory."""
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise StreamCutError(f"the client read nothing for {self._send_timeout_s:g} s") from None
 
 
 _STREAM_HEADERS = [
@@ -157,22 +244,7 @@ _STREAM_HEADERS = [
 ]
 
 
-def _usage(piece: Piece) -> dict[str, Any]:
-    answer = piece.answer
-    return openai_chat.usage(piece.ticket.num_prompt_tokens, len(answer.token_ids), answer.num_cached_tokens)
-
-
 async def _disconnected(receive: Receive) -> None:
     """Return when the harness has gone away."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_text(send: Send, text: str, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-
-async def _send_response(response: Response, send: Send) -> None:
-    headers = response.raw_headers
-    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-    await send({"type": "http.response.body", "body": response.body, "more_body": False})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -19,8 +20,9 @@ from services.common.errors import (
     TidegateError,
     TurnLimitError,
 )
-from services.common.ids import JobId, RunId, group_of
+from services.common.ids import JobId, RunId, group_of, run_of
 from services.common.metrics import metric
+from services.proxy.dialects import InvalidRequestError
 from services.proxy.renderer import load_renderer
 from services.proxy.session import Bridge, Renderer
 from services.proxy.types import CanonicalRequest
@@ -32,10 +34,19 @@ from services.trajectory.keys import hash_of, key_of
 from services.trajectory.live import AttemptLog, Matched
 from services.trajectory.microstep import build_micro_step, cut_group
 from services.trajectory.outcome import CallTrouble, Outcome
-from services.trajectory.records import check_record, holding_sampling
+from services.trajectory.records import check_record, continued_messages, holding_sampling
 from services.trajectory.settle import FinalRun, Settlement, settle_group, settle_outcome
+from services.trajectory.sharing import LEASE_S
 from services.trajectory.store import GroupState, RunFilter, Store
-from services.trajectory.types import CallRecord, CallTicket, GroupResult, GroupSpec, RunSummary
+from services.trajectory.types import (
+    CallRecord,
+    CallTicket,
+    GroupResult,
+    GroupSpec,
+    PartialAnswer,
+    RunSummary,
+    SharedAnswer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +101,8 @@ class TrajectoryShard:
         num_threads = _TOKENIZER_THREADS if made.is_thread_safe else 1
         self._tokenizer = ThreadPoolExecutor(num_threads, f"shard-{index}-tokenizer")
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended: dict[str, asyncio.Event] = {}
+        """Calls in flight that further requests wait for."""
         self._is_closed = False
         self._pruning = asyncio.Lock()
         self._groups = LiveGroups((one.spec.group_id, stored_group(one)) for one in self._store.live_groups())
@@ -298,10 +311,15 @@ class TrajectoryShard:
         run, log = self._groups.authorise(run_id, key)
         async with run.lock:
             await self._load(run)
+            request = await self._whole(log, request)
+            matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
+            self._groups.authorise(run_id, key)  # the attempt may have been closed meanwhile
+            same_call = matched.same_call_key
+            shared_id = log.requests.shared_call(same_call, is_retry=request.is_retry)
+            if shared_id is not None:
+                return _shared_ticket(log, shared_id)
             try:
                 self._check_turns(log)
-                matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
-                self._groups.authorise(run_id, key)  # the attempt may have been closed meanwhile
                 sampling = self._holding_sampling(log, matched)
             except TurnLimitError:
                 await self._note_trouble(log, CallTrouble.TURN_LIMITED)
@@ -310,6 +328,7 @@ class TrajectoryShard:
                 await self._note_trouble(log, CallTrouble.CONTEXT_OVERFLOWED)
                 raise
             call = log.begin(matched)
+            partial = log.requests.begin(same_call, call.call_id, time.monotonic())
             if log.trouble is not CallTrouble.ENGINE_LOST:  # that is over when a call is completed
                 await self._note_trouble(log, None)
         prompt = matched.prompt
@@ -324,8 +343,64 @@ class TrajectoryShard:
             num_new_tokens=prompt.num_new_tokens,
             parent_call_id=call.parent_call_id,
             sampling=sampling,
-            trainable=not sampling.is_greedy,
+            trainable=not sampling.is_greedy and sampling.json_schema is None,
+            partial=partial,
         )
+
+    async def _whole(self, log: AttemptLog, request: CanonicalRequest) -> CanonicalRequest:
+        """A request with the messages of the stored call that it stands behind, if it names one."""
+        if not request.previous_call_id:
+            return request
+        rows = await asyncio.to_thread(self._store.calls, log.run_id, log.attempt)
+        previous = next((row.record for row in rows if row.record.call_id == request.previous_call_id), None)
+        if previous is None:
+            raise InvalidRequestError(
+                "Previous response with this id was not found: it is of another run, or was never completed.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return replace(request, messages=continued_messages(request, previous))
+
+    async def count_tokens(self, run_id: str, key: str, request: CanonicalRequest) -> int:
+        """The length of the prompt of a request, in tokens. Nothing is noted of it but how its messages begin.
+
+        Raises ``AccessError`` and ``TemplateError`` as ``match_call`` does.
+        """
+        run, log = self._groups.authorise(run_id, key)
+        async with run.lock:
+            await self._load(run)
+            matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
+        return len(matched.prompt.ids)
+
+    async def shared_answer(self, run_id: str, call_id: str) -> SharedAnswer | None:
+        """The answer of a call that another request made too, once it is stored. None: it will not be completed, and
+        the request is to be matched again."""
+        while True:
+            run = self._groups.find_run(run_id)
+            if run is None or run.log is None:
+                return None
+            answer = run.log.requests.take_answer(call_id)
+            if answer is not None or not run.log.requests.is_in_flight(call_id):
+                return answer
+            if run.log.requests.is_lost(call_id, time.monotonic()):
+                await self.abandon_call(call_id, "its proxy replica is lost")
+                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEASE_S / 2):
+                    await self._ended.setdefault(call_id, asyncio.Event()).wait()
+
+    async def note_undelivered(self, call_id: str) -> None:
+        """The answer of a stored call did not reach its harness: if it asks again, it gets that."""
+        run = self._groups.find_run(run_of(call_id))
+        if run is not None and run.log is not None:
+            run.log.requests.note_undelivered(call_id)
+
+    async def renew_calls(self, call_ids: Sequence[str]) -> None:
+        """These calls are still being generated."""
+        for call_id in call_ids:
+            run = self._groups.find_run(run_of(call_id))
+            if run is not None and run.log is not None:
+                run.log.requests.renew([call_id], time.monotonic())
 
     async def append_call(self, record: CallRecord) -> None:
         """Store a completed call; it is durable on return. Appending it again changes nothing.
@@ -336,13 +411,18 @@ class TrajectoryShard:
         # a caller that goes away must not leave the call in the store but not in the tree
         await asyncio.shield(self._task(self._append(record)))
 
-    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
+    async def abandon_call(
+        self, call_id: str, reason: str, *, engine_lost: bool = False, partial: PartialAnswer | None = None
+    ) -> None:
         """Forget a call that will not be completed. Unknown ones are no error.
 
         ``engine_lost``: no cell could complete it. Unless a later call is completed, the run ended by that.
+        ``partial``: what there is of its answer; the same request, made again, goes on behind it.
         """
-        run = self._groups.find_run(call_id.rpartition("-a")[0])
+        run = self._groups.find_run(run_of(call_id))
         if run is not None and run.log is not None and run.log.pending.pop(call_id, None) is not None:
+            run.log.requests.abandon(call_id, partial)
+            self._tell_ended(call_id)
             logger.info("call %s was abandoned: %s", call_id, reason)
             was_lost = run.log.trouble is CallTrouble.ENGINE_LOST
             if engine_lost or was_lost:
@@ -359,6 +439,12 @@ class TrajectoryShard:
 
     # -- inside --
 
+    def _tell_ended(self, call_id: str) -> None:
+        """Wake the requests that wait for a call."""
+        ended = self._ended.pop(call_id, None)
+        if ended is not None:
+            ended.set()
+
     def _check_turns(self, log: AttemptLog) -> None:
         limit = self._config.max_calls
         if limit is not None and log.num_calls >= limit:
@@ -374,7 +460,7 @@ class TrajectoryShard:
         is_eval = self._groups[group_of(RunId(log.run_id))].spec.is_eval
         return holding_sampling(
             self._eval_sampling if is_eval else self._sampling,
-            matched.request.requested_sampling,
+            matched.request,
             num_prompt_tokens=len(matched.prompt.ids),
             max_model_len=self._max_model_len,
             call_id=log.next_call_id,
@@ -399,6 +485,7 @@ class TrajectoryShard:
             if not await self._commit(self._store.append_encoded, columns):
                 raise InvariantError(f"the store holds another call {record.call_id}", f"attempt {log.attempt}")
             log.complete(row)
+            self._tell_ended(record.call_id)
             await self._note_trouble(log, None)
 
     async def _settle(self, group: LiveGroup) -> GroupResult:
@@ -456,3 +543,8 @@ class TrajectoryShard:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _shared_ticket(log: AttemptLog, call_id: str) -> CallTicket:
+    """What a request gets whose call another one made: only that call's id says something."""
+    return CallTicket(call_id, log.run_id, log.attempt, None, 0, 0, None, Sampling(), False, is_shared=True)

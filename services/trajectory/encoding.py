@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.common.types import VersionSpan
+from services.proxy.types import ParsedAnswer, ToolCall
 from services.rollout.types import RunResult
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import (
@@ -98,6 +99,8 @@ def call_row(columns: Mapping[Any, Any], payload: Payload, parent: CallRow | Non
             request["tools"] = parent.record.request["tools"]
     rest["version_spans"] = tuple(VersionSpan(*span) for span in rest["version_spans"])
     rest["cells"] = tuple(rest["cells"])
+    if "answer" in rest:
+        rest["answer"] = _answer(rest["answer"])
     record = CallRecord(
         call_id=columns["call_id"],
         run_id=columns["run_id"],
@@ -175,7 +178,13 @@ def _rest(row: CallRow) -> dict[str, Any]:
         "num_shared_messages": row.num_shared_messages,
         "shares_tools": row.shares_tools,
         **({"agent_id": record.agent_id} if record.agent_id else {}),
+        **({"answer": asdict(record.answer)} if record.answer is not None else {}),
+        **({"stop_string": record.stop_string} if record.stop_string else {}),
     }
+
+
+def _answer(given: Mapping[str, Any]) -> ParsedAnswer:
+    return ParsedAnswer(**{**given, "tool_calls": tuple(ToolCall(**call) for call in given["tool_calls"])})
 
 
 def _request_json(row: CallRow) -> bytes:

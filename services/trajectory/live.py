@@ -5,7 +5,7 @@ Kept whole are only the newest answers that nothing continues yet: they tell rol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,14 @@ from services.common.errors import NotFoundError
 from services.common.ids import RunId, make_call_id
 from services.proxy.conversation import ConversationIndex, Walk, stable_messages
 from services.proxy.session import Bridge, Prompt, StoredCall
-from services.proxy.types import CanonicalRequest, Message
+from services.proxy.types import CanonicalRequest, Lineage, Message
 from services.trajectory.encoding import CallRow
 from services.trajectory.outcome import CallTrouble
 from services.trajectory.records import answer_of, messages_of, new_in_request, tools_of, tree_call
 from services.trajectory.roles import Opening, RoleBook, opening_of
+from services.trajectory.sharing import RequestBook, same_call_key
 from services.trajectory.tree import TrajectoryTree
-from services.trajectory.types import CallRecord, CallRole, TokenIds
+from services.trajectory.types import CallRecord, CallRole, SharedAnswer, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class Matched:
     walk: Walk
     call: StoredCall | None
     prompt: Prompt
+
+    @property
+    def same_call_key(self) -> Hashable:
+        """Equal for requests that are the same call."""
+        return same_call_key(self.request, self.walk.nodes[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class PendingCall:
     shares_tools: bool
     opening: Opening | None
     """Of a call without a parent."""
-    agent_id: str
+    lineage: Lineage
 
 
 class AttemptLog:
@@ -65,6 +71,7 @@ class AttemptLog:
         """Why the last call was not completed; the store has it too."""
         self.tree = TrajectoryTree()
         self.pending: dict[str, PendingCall] = {}
+        self.requests = RequestBook()
         self._next_ordinal = 0
         self._id_suffix = ""
         self._conversations = ConversationIndex()
@@ -116,7 +123,7 @@ class AttemptLog:
             num_shared_messages=num_shared,
             shares_tools=shares_tools,
             opening=None if parent else opening_of(request.messages, request.tools),
-            agent_id=request.lineage.agent_id,
+            lineage=request.lineage,
         )
         self._next_ordinal += 1
         self.pending[pending.call_id] = pending
@@ -136,7 +143,8 @@ class AttemptLog:
                 parent_call_id=pending.parent_call_id,
                 request=dict(pending.request),
                 requested_sampling=dict(pending.request["requested_sampling"]),
-                agent_id=pending.agent_id,
+                agent_id=pending.lineage.agent_id,
+                purpose=pending.lineage.purpose,
             ),
             ordinal=pending.ordinal,
             num_prompt_tokens=pending.num_prompt_tokens,
@@ -150,6 +158,7 @@ class AttemptLog:
         record = row.record
         self.tree.append(tree_call(row))
         pending = self.pending.pop(record.call_id, None)
+        self.requests.complete(SharedAnswer(record, row.num_prompt_tokens))
         self._next_ordinal = max(self._next_ordinal, row.ordinal + 1)
         opening = pending.opening if pending else _opening(record)
         self._roles.add(record.call_id, record.parent_call_id, record.agent_id, opening, record.output_text)
@@ -168,6 +177,7 @@ class AttemptLog:
         """Take no further call; those in flight come too late."""
         self.key_hash = None
         self.pending.clear()
+        self.requests = RequestBook()
 
     def _walk(self, row: CallRow) -> Walk:
         """The way of a request that is read back from the store."""

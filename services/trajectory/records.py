@@ -12,31 +12,37 @@ import numpy as np
 
 from services.common.errors import ContextLengthError, InvariantError
 from services.proxy.conversation import stable_messages
-from services.proxy.types import CanonicalRequest, Message, ToolCall
+from services.proxy.parsing.schema import required_schema
+from services.proxy.types import CanonicalRequest, Message, ParsedAnswer, ToolCall
 from services.rollout.types import Sampling
 from services.trajectory.encoding import CallRow
 from services.trajectory.tree import TreeCall
 from services.trajectory.types import CallRecord
 
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
 
 def holding_sampling(
-    job: Sampling, requested: Mapping[str, Any], *, num_prompt_tokens: int, max_model_len: int, call_id: str
+    job: Sampling, request: CanonicalRequest, *, num_prompt_tokens: int, max_model_len: int, call_id: str
 ) -> Sampling:
-    """The sampling of one call. The job's parameters win; a harness may only ask for fewer tokens and for stop
-    strings of its own. A job's seed becomes one of the call's own, else all runs of a group would sample alike.
+    """The sampling of one call. The job's parameters win; a harness may only ask for fewer tokens, for stop strings
+    of its own, and for an answer by a schema or a tool that it forces. A job's seed becomes one of the call's own,
+    else all runs of a group would sample alike.
 
     Raises ``ContextLengthError`` if the prompt leaves no room for one token.
     """
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(num_prompt_tokens, max_model_len)
-    limits = [requested[name] for name in ("max_tokens", "max_completion_tokens") if requested.get(name) is not None]
+    requested = request.requested_sampling
+    limits = [requested[name] for name in _LIMITS if requested.get(name) is not None]
     stop = requested.get("stop") or ()
     return Sampling(
         temperature=job.temperature,
         max_tokens=max(1, min(job.max_tokens, room, *(int(limit) for limit in limits))),
         stop=tuple(dict.fromkeys([*job.stop, *([stop] if isinstance(stop, str) else stop)])),
         seed=None if job.seed is None else zlib.crc32(f"{job.seed}/{call_id}".encode()),
+        json_schema=required_schema(request),
     )
 
 
@@ -61,9 +67,11 @@ def check_record(record: CallRecord) -> None:
         )
 
 
-def request_key(requested_sampling: Mapping[str, Any]) -> str:
-    """Tells requests of one prompt apart: a retry repeats its request exactly."""
-    return json.dumps(requested_sampling, sort_keys=True, separators=(",", ":"), default=str)
+def request_key(requested_sampling: Mapping[str, Any], choice: int = 0) -> str:
+    """Tells requests of one prompt apart. A retry repeats its request, but a client that falls back from streaming
+    may ask for another limit. ``choice``: which of a request's answers."""
+    sampling = {name: value for name, value in requested_sampling.items() if name not in _LIMITS}
+    return json.dumps([sampling, choice], sort_keys=True, separators=(",", ":"), default=str)
 
 
 def new_in_request(request: CanonicalRequest, num_shared: int, *, shares_tools: bool) -> dict[str, Any]:
@@ -79,6 +87,8 @@ def new_in_request(request: CanonicalRequest, num_shared: int, *, shares_tools: 
     fields = {one.name: getattr(request, one.name) for one in dataclasses.fields(request)}
     return {
         **fields,
+        "tool_choice": dataclasses.asdict(request.tool_choice),
+        "lineage": dataclasses.asdict(request.lineage),
         "messages": [*[{}] * num_shared, *map(dataclasses.asdict, sent[num_shared:])],
         "tools": [] if shares_tools else list(request.tools),
         "unused_fields": list(request.unused_fields),
@@ -109,7 +119,14 @@ def tools_of(request: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 def answer_of(record: CallRecord) -> Message:
     """The answer as the harness saw it."""
-    return Message(role="assistant", content=record.output_text)
+    return (record.answer or ParsedAnswer(record.output_text)).message
+
+
+def continued_messages(request: CanonicalRequest, previous: CallRecord) -> tuple[Message, ...]:
+    """The messages of a request that stands behind a stored call's answer; each has its own instructions."""
+    history = messages_of(previous.request)[previous.request.get("num_instructions", 0) :]
+    at = request.num_instructions
+    return (*request.messages[:at], *history, answer_of(previous), *request.messages[at:])
 
 
 def is_trainable(record: CallRecord) -> bool:
@@ -129,5 +146,5 @@ def tree_call(row: CallRow) -> TreeCall:
         logprobs=record.logprobs,
         version_spans=record.version_spans,
         trainable=is_trainable(record),
-        request_key=request_key(record.requested_sampling),
+        request_key=request_key(record.requested_sampling, record.request.get("choice", 0)),
     )

@@ -141,6 +141,15 @@ class CallRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedAnswer:
+    """A completed call, for another request that made the same one."""
+
+    record: CallRecord
+    """Its ``prompt_ids`` are empty."""
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSpec:
     """A group as it is dispatched."""
 

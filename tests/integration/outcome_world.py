@@ -19,6 +19,7 @@ from services.common.ids import JobId
 from services.proxy.app import create_app
 from services.proxy.backends import Shard
 from services.proxy.config import ProxyConfig
+from services.proxy.parsing import PlainParser
 from services.rollout.config import HarnessConfig, SandboxConfig
 from services.rollout.runner import run_attempt
 from services.rollout.tasks import load_task
@@ -178,7 +179,9 @@ async def outcome_world(
     backends.shard_for = lambda run_id: cast(Shard, shard)  # type: ignore[method-assign]
     await shard.open_group(GROUP)
     outer = FastAPI(openapi_url=None)
-    outer.mount(f"/{JOB}", create_app(JOB, ProxyConfig(call_timeout_s=call_timeout_s), "policy", backends))
+    outer.mount(
+        f"/{JOB}", create_app(JOB, ProxyConfig(call_timeout_s=call_timeout_s), "policy", backends, PlainParser())
+    )
     server = uvicorn.Server(uvicorn.Config(outer, port=0, log_level="critical", access_log=False, log_config=None))
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)

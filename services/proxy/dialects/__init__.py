@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -58,10 +58,18 @@ class InvalidRequestError(RequestError):
         self.code = code
         self.status = status
 
+    def __reduce__(self) -> tuple[Callable[..., InvalidRequestError], tuple[str, str, str, int]]:
+        return _invalid_request, (self.message, self.param, self.code, self.status)
+
     @property
     def refusal(self) -> Refusal:
+        """It in no dialect's words."""
         kind = RefusalKind.NOT_FOUND if self.status == 404 else RefusalKind.INVALID_REQUEST
         return Refusal(kind, self.message, self.param, self.code)
+
+
+def _invalid_request(message: str, param: str, code: str, status: int) -> InvalidRequestError:
+    return InvalidRequestError(message, param=param, code=code, status=status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +141,3 @@ class Dialect(Protocol):
 def sse(data: str, event: str = "") -> str:
     """One server-sent event."""
     return f"event: {event}\ndata: {data}\n\n" if event else f"data: {data}\n\n"
-
-
-class DialectError(RequestError):
-    """A request that gets an error answer in its dialect's own form."""
-
-    def __init__(self, status: int, body: dict[str, Any], message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = body
-
-    def __reduce__(self) -> tuple[type[DialectError], tuple[int, dict[str, Any], str]]:
-        return type(self), (self.status, self.body, self.message)

@@ -1,4 +1,4 @@
-"""Reading fields of JSON bodies, for every dialect. What is wrong is an ``InvalidRequestError`` that names the field."""
+"""Reading fields of JSON bodies, for every dialect. What is wrong is an ``InvalidRequestError`` naming the field."""
 
 from __future__ import annotations
 

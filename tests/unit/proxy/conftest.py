@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from services.common.ids import JobId
 from services.proxy.app import create_app
 from services.proxy.config import ProxyConfig
+from services.proxy.parsing import AnswerParser, PlainParser
 from tests.unit.proxy.fakes import KEY, FakeBackends
 from tests.waiting import until
 
@@ -45,8 +46,8 @@ Serve = Callable[..., contextlib.AbstractAsyncContextManager[Server]]
 
 
 @contextlib.asynccontextmanager
-async def _serve(backends: FakeBackends, keep_alive_s: float = 15.0, **config: Any) -> AsyncIterator[Server]:
-    app = create_app(JOB, ProxyConfig(**config), "model-x", backends, keep_alive_s=keep_alive_s)
+async def _serve(backends: FakeBackends, parser: AnswerParser | None = None, **config: Any) -> AsyncIterator[Server]:
+    app = create_app(JOB, ProxyConfig(**config), "model-x", backends, parser or PlainParser())
     outer = FastAPI(openapi_url=None)
     outer.mount(f"/{JOB}", app)
     server = uvicorn.Server(uvicorn.Config(outer, port=0, log_level="warning", access_log=False, log_config=None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from services.common.types import CellRoute, CellState, RouteTable
 from services.proxy.backends import Cell, Routes, Shard
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import GenerateChunk, GenerateRequest, Sampling
-from services.trajectory.types import CallRecord, CallTicket
+from services.trajectory.types import CallRecord, CallTicket, PartialAnswer, SharedAnswer
 
 RUN = RunId("g000001-r0")
 KEY = f"{RUN}.0123456789abcdef0123456789abcdef"
@@ -43,6 +43,9 @@ class FakeShard:
     lost: list[str] = field(default_factory=list)
     """Calls that were abandoned because no cell could complete them."""
     requests: list[CanonicalRequest] = field(default_factory=list)
+    partials: list[PartialAnswer] = field(default_factory=list)
+    undelivered: list[str] = field(default_factory=list)
+    renewed: list[str] = field(default_factory=list)
 
     async def match_call(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
         if key not in self.keys:
@@ -62,9 +65,26 @@ class FakeShard:
             raise self.append_error
         self.records.append(record)
 
-    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
+    async def abandon_call(
+        self, call_id: str, reason: str, *, engine_lost: bool = False, partial: PartialAnswer | None = None
+    ) -> None:
         self.abandoned.append((call_id, reason))
         self.lost += [call_id] if engine_lost else []
+        self.partials += [partial] if partial is not None else []
+
+    async def shared_answer(self, run_id: str, call_id: str) -> SharedAnswer | None:
+        return None
+
+    async def note_undelivered(self, call_id: str) -> None:
+        self.undelivered.append(call_id)
+
+    async def renew_calls(self, call_ids: Sequence[str]) -> None:
+        self.renewed += call_ids
+
+    async def count_tokens(self, run_id: str, key: str, request: CanonicalRequest) -> int:
+        if key not in self.keys:
+            raise AccessError("unknown key")
+        return self.num_prompt_tokens
 
 
 @dataclass

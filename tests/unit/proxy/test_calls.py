@@ -8,6 +8,7 @@ from services.common.errors import AccessError, EngineError
 from services.common.ids import JobId
 from services.common.types import CellState, VersionSpan
 from services.proxy.calls import Answer, CallFailedError, CallServer, Piece
+from services.proxy.parsing import PlainParser
 from services.proxy.types import CanonicalRequest, Message
 from services.rollout.types import GenerateChunk
 from tests.unit.proxy.fakes import KEY, RUN, FakeBackends, FakeCell, FakeShard, word
@@ -53,10 +54,11 @@ async def test_pieces_join_to_the_text_of_the_record_and_the_last_comes_after_it
     pieces: list[tuple[str, bool, int]] = []
 
     def emit(piece: Piece) -> None:
-        pieces.append((piece.text, piece.is_last, len(shard.records)))
+        text = "".join(delta.text for delta in piece.deltas)
+        pieces.append((text, piece.finished is not None, len(shard.records)))
 
     backends = FakeBackends(shard, a=FakeCell(dies_after=2), b=FakeCell())
-    await CallServer(JobId("j"), backends, 20).serve(RUN, KEY, REQUEST, emit)
+    await CallServer(JobId("j"), backends, PlainParser(), 20).serve(RUN, KEY, REQUEST, emit)
 
     assert "".join(text for text, _, _ in pieces) == shard.records[0].output_text
     assert pieces[-1] == (word(4), True, 1)
@@ -73,7 +75,9 @@ async def test_call_whose_harness_left_during_matching_is_taken_back() -> None:
 
     shard, cell = Slow(), FakeCell()
     serving = asyncio.create_task(
-        CallServer(JobId("j"), FakeBackends(shard, a=cell), 20).serve(RUN, KEY, REQUEST, lambda piece: None)
+        CallServer(JobId("j"), FakeBackends(shard, a=cell), PlainParser(), 20).serve(
+            RUN, KEY, REQUEST, lambda piece: None
+        )
     )
     await asyncio.sleep(0)
     serving.cancel()
@@ -85,7 +89,7 @@ async def test_call_whose_harness_left_during_matching_is_taken_back() -> None:
 
 async def test_all_cells_lost_is_a_failed_call_and_no_busy_loop() -> None:
     shard, cells = FakeShard(), {"a": FakeCell(dies_after=0), "b": FakeCell(dies_after=0)}
-    server = CallServer(JobId("j"), FakeBackends(shard, **cells), 0.4)
+    server = CallServer(JobId("j"), FakeBackends(shard, **cells), PlainParser(), 0.4)
     with pytest.raises(CallFailedError):
         await server.serve(RUN, KEY, REQUEST, lambda piece: None)
     assert 2 <= len(cells["a"].requests) < 10
@@ -96,7 +100,7 @@ async def test_harness_that_gives_up_waiting_for_a_cell_met_an_engine_loss() -> 
     shard = FakeShard()
     backends = FakeBackends(shard, a=FakeCell())
     backends.publish({"a": CellState.STALE})
-    serving = asyncio.create_task(CallServer(JobId("j"), backends, 20).serve(RUN, KEY, REQUEST, print))
+    serving = asyncio.create_task(CallServer(JobId("j"), backends, PlainParser(), 20).serve(RUN, KEY, REQUEST, print))
     await until(lambda: bool(shard.requests))
     serving.cancel()
     await until(lambda: shard.lost == [f"{RUN}-a0-c0"])
@@ -105,7 +109,7 @@ async def test_harness_that_gives_up_waiting_for_a_cell_met_an_engine_loss() -> 
 async def test_harness_that_leaves_a_cell_at_work_met_no_engine_loss() -> None:
     shard, cell = FakeShard(), FakeCell(hangs_after=1)
     serving = asyncio.create_task(
-        CallServer(JobId("j"), FakeBackends(shard, a=cell), 20).serve(RUN, KEY, REQUEST, print)
+        CallServer(JobId("j"), FakeBackends(shard, a=cell), PlainParser(), 20).serve(RUN, KEY, REQUEST, print)
     )
     await until(lambda: bool(cell.requests))
     serving.cancel()
@@ -116,5 +120,7 @@ async def test_harness_that_leaves_a_cell_at_work_met_no_engine_loss() -> None:
 async def test_refusal_of_the_shard_reaches_the_caller_untouched() -> None:
     shard = FakeShard(keys=set())
     with pytest.raises(AccessError):
-        await CallServer(JobId("j"), FakeBackends(shard, a=FakeCell()), 20).serve(RUN, KEY, REQUEST, print)
+        await CallServer(JobId("j"), FakeBackends(shard, a=FakeCell()), PlainParser(), 20).serve(
+            RUN, KEY, REQUEST, print
+        )
     assert shard.abandoned == []
