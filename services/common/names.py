@@ -5,6 +5,8 @@ from __future__ import annotations
 from services.common.ids import CellId, JobId
 
 RAY_NAMESPACE = "tidegate"
+SERVE_PREFIX = "tidegate-"
+"""Of the Serve applications that are jobs' proxies."""
 
 
 def scheduler_actor(job_id: JobId) -> str:
@@ -26,11 +28,7 @@ def mailbox_actor(job_id: JobId, cell_id: CellId) -> str:
 
 
 def serve_application(job_id: JobId) -> str:
-    return f"tidegate-{job_id}"
-
-
-def route_prefix(job_id: JobId) -> str:
-    return f"/{job_id}"
+    return f"{SERVE_PREFIX}{job_id}"
 
 
 def runner_actor(job_id: JobId, index: int) -> str:

@@ -1,9 +1,8 @@
-"""Starting or joining Ray, Ray Serve and free ports; leaving without a trace."""
+"""Starting or joining Ray, and free ports; leaving without a trace."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import serve
 
 from services.common.errors import MachineError
 from services.common.names import RAY_NAMESPACE
 from services.job.config import JobConfig, RayConfig, training_cells
 from services.job.process import signals_interrupt
+from services.proxy.listener import cannot_listen
 
 _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # several processes share the cores; each sets its own number after its start
@@ -128,53 +127,4 @@ def check_port(host: str, port: int, host_key: str, port_key: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            if port == 0 or error.errno != errno.EADDRINUSE:
-                raise MachineError(
-                    f"{host_key}: cannot listen on {host}:{port} ({error.strerror}).",
-                    f"Set {host_key} to an IPv4 address or a name of this machine.",
-                ) from None
-            raise MachineError(
-                f"{port_key}: {host}:{port} cannot be used ({error.strerror}).",
-                f"Free the port, or set {port_key} to another port, or to 0 for a free one.",
-            ) from None
-
-
-@contextlib.contextmanager
-def serve_ingress(host: str, port: int, *, own_cluster: bool) -> Iterator[str]:
-    """Ray Serve's HTTP ingress; yields its base URL. One ingress serves all jobs of a cluster.
-
-    A cluster of one's own takes the ingress down with it; in a shared one the last job shuts it down.
-    """
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    already = bool(_serve_applications())
-    if not already:
-        port = port or free_port(host)
-        try:
-            serve.start(http_options={"host": host, "port": port})
-        except RuntimeError as error:
-            raise MachineError(
-                f"Ray Serve did not start at {host}:{port}: {error}.", "Free the port, or set proxy.port to 0."
-            ) from error
-    else:
-        host, port = _serve_address()
-    try:
-        yield f"http://{host}:{port}"
-    finally:
-        if not own_cluster:
-            with contextlib.suppress(Exception):  # the cluster may be gone already
-                if not _serve_applications():
-                    serve.shutdown()
-
-
-def _serve_applications() -> list[str]:
-    try:
-        return list(serve.status().applications)
-    except Exception:  # Serve has no narrower error for "not running"
-        return []
-
-
-def _serve_address() -> tuple[str, int]:
-    from ray.serve.context import _get_global_client
-
-    options = ray.get(_get_global_client()._controller.get_http_config.remote())
-    return options.host, options.port
+            raise cannot_listen(host, port, error, host_key, port_key) from None

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import serve
 from ray.exceptions import RayError
 from rich.console import Console
 
@@ -22,14 +21,12 @@ from services.common.names import (
     RAY_NAMESPACE,
     mailbox_actor,
     rollout_actor,
-    route_prefix,
     runner_actor,
     scheduler_actor,
-    serve_application,
     shard_actor,
 )
 from services.common.remote import cause_of, one_line
-from services.job.cluster import check_resources, ray_cluster, serve_ingress
+from services.job.cluster import check_resources, ray_cluster
 from services.job.commit import with_best
 from services.job.config import training_cells
 from services.job.folder import job_folder
@@ -38,6 +35,7 @@ from services.job.performer import ClusterPerformer, Surroundings
 from services.job.plan import Plan
 from services.job.process import peak_memory, signals_interrupt
 from services.job.progress import Progress
+from services.job.proxy import ProxyPlace, end_proxy, reserved_place, serve_running, start_proxy
 from services.job.report import (
     make_summary,
     plot_reward,
@@ -47,7 +45,7 @@ from services.job.report import (
     what_runs_say,
     write_json,
 )
-from services.proxy.deployment import ProxySettings, proxy_application
+from services.proxy.deployment import ProxySettings
 from services.rollout.actor import Runner
 from services.rollout.cell import RolloutCell
 from services.rollout.engine import engine_env
@@ -80,11 +78,12 @@ def run_job(plan: Plan, console: Console) -> int:
         try:
             with (
                 ray_cluster(plan.config.ray) as own_cluster,
-                serve_ingress(plan.config.proxy.host, plan.config.proxy.port, own_cluster=own_cluster) as ingress_url,
+                serve_running(own_cluster=own_cluster),
+                reserved_place(plan.config.proxy) as place,
             ):
                 if own_cluster:
                     check_resources(plan.config, ray.cluster_resources())
-                _Job(plan, ingress_url, console).run(snapshot)
+                _Job(plan, place, console).run(snapshot)
             code = _EXIT_CODES[JobStatus(snapshot["status"])]
         except KeyboardInterrupt:
             code = _EXIT_CODES[JobStatus.CANCELLED]
@@ -106,10 +105,10 @@ def exit_code_of(error: Exception) -> int:
 class _Job:
     """The actors of one job, from their start to their end."""
 
-    def __init__(self, plan: Plan, ingress_url: str, console: Console) -> None:
+    def __init__(self, plan: Plan, place: ProxyPlace, console: Console) -> None:
         self._plan = plan
         self._config = plan.config
-        self._ingress_url = ingress_url
+        self._place = place
         self._console = console
         self._token = plan.config.scheduler.grpc_token or secrets.token_urlsafe(32)
         self._resume = plan.commit.resume if plan.commit else None
@@ -150,19 +149,14 @@ class _Job:
         self._write_access(address)
         settings = ProxySettings(
             job_id=job_id,
-            config=config.proxy,
+            config=self._place.config,
             model_name=config.name,
             num_shards=config.trajectory.num_shards,
             scheduler_address=address,
             scheduler_token=self._token,
             model_path=str(plan.model_path),
         )
-        try:
-            serve.run(proxy_application(settings), name=serve_application(job_id), route_prefix=route_prefix(job_id))
-        except RuntimeError as error:
-            raise JobError(
-                f"the proxy could not be started: {error}.", "See the logs of Ray Serve's replicas."
-            ) from error
+        start_proxy(settings, self._place)
         return scheduler
 
     def _actor(self, kind: type, name: str, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -278,7 +272,7 @@ class _Job:
             job_id=plan.job_id,
             config=config,
             folder=str(plan.folder),
-            ingress_url=self._ingress_url,
+            proxy_url=self._place.harness_url,
             grpc_token=self._token,
             train_tasks=plan.train_tasks,
             heldout_tasks=plan.heldout_tasks,
@@ -367,8 +361,7 @@ class _Job:
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        with contextlib.suppress(Exception):  # the ingress may be gone; the actors still have to go
-            serve.delete(serve_application(self._plan.job_id))
+        end_proxy(self._plan.job_id)
         for actor in reversed(self._actors):
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from services.common.errors import MachineError, TidegateError
 from services.common.ids import CellId, JobId, RunId, make_cell_id, shard_of, spread_of
 from services.common.metrics import metric
-from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, route_prefix, runner_actor, shard_actor
+from services.common.names import RAY_NAMESPACE, mailbox_actor, rollout_actor, runner_actor, shard_actor
 from services.common.remote import one_line
 from services.common.types import CellKind, CellRole
 from services.job.cells import Cells, Emit, comes_back
@@ -86,7 +86,8 @@ class Surroundings:
     job_id: JobId
     config: JobConfig
     folder: str
-    ingress_url: str
+    proxy_url: str
+    """What harnesses are given, before ``/run/KEY``."""
     grpc_token: str
     train_tasks: tuple[Task, ...]
     heldout_tasks: tuple[Task, ...]
@@ -231,12 +232,11 @@ class ClusterPerformer:
     async def _run_on_a_runner(self, action: StartRun, key: str, emit: Emit) -> tuple[RunResult, Any]:
         """How the attempt ended, and the runner if it died meanwhile."""
         tasks = self._at.heldout_tasks if action.is_eval else self._at.train_tasks
-        public_url = self._config.proxy.public_url or self._at.ingress_url
         spec = RunSpec(
             run_id=action.run_id,
             attempt=action.attempt,
             task=tasks[action.task_index],
-            base_url=f"{public_url}{route_prefix(self._at.job_id)}/run/{key}",
+            base_url=f"{self._at.proxy_url}/run/{key}",
             api_key=key,
             model_name=self._config.name,
             run_dir=str(self._folder / "attempts" / f"{action.run_id}-a{action.attempt}"),

@@ -18,6 +18,7 @@ from services.job.cluster import check_port, cluster_address
 from services.job.commit import Commit, read_commit
 from services.job.config import JobConfig
 from services.job.recorder import check_wandb
+from services.proxy.listener import check_tls
 from services.rollout.harness import check_harness
 from services.rollout.sandbox import require_sandbox
 from services.rollout.scoring.config import FunctionScoring, HarborScoring
@@ -85,11 +86,12 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     train_tasks = _load_tasks(config, base, config.tasks.train)
     heldout_tasks = _load_tasks(config, base, config.tasks.heldout) if config.tasks.heldout else ()
     config = _with_absolute_paths(config, base)
+    check_tls(config.proxy)
     require_sandbox(config.rollout.sandbox)
     check_harness(config.rollout.harness)
     check_scoring(config.rollout.scoring)
     check_wandb(config.output.wandb_project)
-    if not cluster_address(config.ray):  # in a cluster others listen: its ingress is shared, actors lie on any node
+    if not cluster_address(config.ray):  # in a cluster others listen, and actors lie on any node
         check_store(config.trajectory.store)
         check_port(config.proxy.host, config.proxy.port, "proxy.host", "proxy.port")
         check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_host", "scheduler.grpc_port")
@@ -158,7 +160,7 @@ def check_output(output: Path) -> None:
 
 
 def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
-    """Paths of the harness and the scorer are relative to the configuration file; their processes run elsewhere."""
+    """Paths of harness, scorer and proxy are relative to the configuration file; their processes run elsewhere."""
     harness = config.rollout.harness
     absolute = harness.model_copy(
         update={
@@ -171,7 +173,8 @@ def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
         folders = tuple(str(_from(base, path)) for path in scoring.python_path)
         scoring = scoring.model_copy(update={"python_path": folders})
     rollout = config.rollout.model_copy(update={"harness": absolute, "scoring": scoring})
-    return config.model_copy(update={"rollout": rollout})
+    files = {name: str(_from(base, path)) for name in ("tls_cert", "tls_key") if (path := getattr(config.proxy, name))}
+    return config.model_copy(update={"rollout": rollout, "proxy": config.proxy.model_copy(update=files)})
 
 
 def _with_own_store(config: JobConfig, job_id: JobId) -> JobConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.common.errors import ConfigError
 
@@ -42,6 +42,12 @@ class ProxyConfig(BaseModel):
     public_url: str = ""
     """How harnesses reach the proxy, where a load balancer or another name stands before it; empty:
     ``http://host:port`` (``https`` with ``tls_cert``), for a host of 0.0.0.0 with the address of the job's node."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> ProxyConfig:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key go together: set both or neither")
+        return self
 
 
 _KNOWN_TOKENS = frozenset(

@@ -17,6 +17,7 @@ from services.proxy.app import create_app
 from services.proxy.backends import RayBackends, Routes, follow_routes
 from services.proxy.config import ProxyConfig
 from services.proxy.listener import HttpListener
+from services.proxy.parsing import PlainParser
 from services.scheduler.client import SchedulerClient
 
 _HEALTH_PERIOD_S = 2.0
@@ -95,4 +96,4 @@ def _make_app(settings: ProxySettings) -> FastAPI:
         yield
         following.cancel()
 
-    return create_app(settings.job_id, settings.config, settings.model_name, backends, lifespan=lifespan)
+    return create_app(settings.job_id, settings.config, settings.model_name, backends, PlainParser(), lifespan)

@@ -15,6 +15,7 @@ WORKSPACE = "/app"
 HOME = "/home/agent"
 PROXY_PORT = 7070
 """Port on the sandbox's own loopback behind which the proxy is; nothing else of the network is there."""
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 BASE_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
@@ -132,15 +133,15 @@ class SandboxExit:
 
 
 def proxy_address(base_url: str) -> tuple[str, int]:
-    """Host and port of a base URL. Raises ValueError for anything but plain http."""
+    """Host and port of a base URL. Raises ValueError for anything but http and https."""
     parts = urlsplit(base_url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ValueError(f"the sandbox forwards plain http only, not {base_url!r}")
-    return parts.hostname, parts.port or 80
+    if parts.scheme not in _DEFAULT_PORTS or not parts.hostname:
+        raise ValueError(f"the sandbox forwards http and https only, not {base_url!r}")
+    return parts.hostname, parts.port or _DEFAULT_PORTS[parts.scheme]
 
 
 def inside_url(base_url: str, kind: SandboxKind) -> str:
-    """The base URL as a sandboxed process must use it."""
+    """The base URL as a sandboxed process must use it. With https the certificate has to name 127.0.0.1 too."""
     if kind == "none":
         return base_url
     proxy_address(base_url)

@@ -203,10 +203,10 @@ def test_a_missing_config_folder_or_a_wrong_url_is_a_setup_failure(
 ) -> None:
     result = attempt(HarnessConfig(command=("true",), config_dir=str(tmp_path / "nowhere")))
     assert result.outcome is Outcome.SETUP_FAILURE
-    proxy.url = "https://host/job"
+    proxy.url = "ftp://host/job"
     result = attempt(HarnessConfig(command=("true",)))
     assert result.outcome is Outcome.SETUP_FAILURE
-    assert "plain http" in result.detail
+    assert "http and https only" in result.detail
 
 
 def cancelled_when(condition: Callable[[], bool]) -> threading.Event:

@@ -119,7 +119,7 @@ class World:
             job_id=JobId("j"),
             config=self.config,
             folder=str(self.folder),
-            ingress_url="http://127.0.0.1:1",
+            proxy_url="http://127.0.0.1:1",
             grpc_token="t",
             train_tasks=(Task("t", "/t", "do it", 10, 10, 1 << 30),),
             heldout_tasks=(),
@@ -144,7 +144,7 @@ async def test_a_run_ends_with_the_outcome_that_its_shard_recorded(world: World)
     await world.performer().perform(START, world.events.append)
     assert world.events == [RunStarted("g000000-r0", 0), RunEnded("g000000-r0", 0, Outcome.FINISHED, 1.0)]
     [(spec,)] = world.runner.run.calls
-    assert spec.base_url == "http://127.0.0.1:1/j/run/g000000-r0.key"
+    assert spec.base_url == "http://127.0.0.1:1/run/g000000-r0.key"
     assert world.shard.close_attempt.calls == [("g000000-r0", 0)]
 
 

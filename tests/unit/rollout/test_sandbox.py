@@ -109,5 +109,7 @@ def test_urls_are_rewritten_for_the_inside() -> None:
     assert proxy_address("http://host/x") == ("host", 80)
     assert inside_url(url, "bubblewrap") == f"http://127.0.0.1:{PROXY_PORT}/job/run/g1-r0.ab"
     assert inside_url(url, "none") == url
-    with pytest.raises(ValueError, match="plain http"):
-        inside_url("https://host/x", "bubblewrap")
+    assert proxy_address("https://host/x") == ("host", 443)
+    assert inside_url("https://host/x", "bubblewrap") == f"https://127.0.0.1:{PROXY_PORT}/x"
+    with pytest.raises(ValueError, match="http and https only"):
+        inside_url("ftp://host/x", "bubblewrap")
