@@ -108,7 +108,7 @@ class MessageStream:
         """Of the open block."""
 
     def begin(self, usage: Usage) -> str:
-        message = {**_message(self._head, usage), "content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**_message(self._head, usage), "content": [], **_stopped(None)}
         return _event("message_start", message=message) + _event("ping")
 
     def delta(self, choice: int, delta: Delta) -> str:
@@ -186,14 +186,17 @@ def _message(head: Head, usage: Usage) -> dict[str, Any]:
 
 def _stop(head: Head, choice: Choice) -> dict[str, Any]:
     """Why the answer ended. Stop strings that the job added are none of the harness's ``stop_sequences``."""
-    asked = head.request.requested_sampling.get("stop", ())
     if choice.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return _stopped("max_tokens")
     if choice.answer.tool_calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if choice.stop_string in asked:
-        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        return _stopped("tool_use")
+    if choice.stop_string in head.request.requested_sampling.get("stop", ()):
+        return _stopped("stop_sequence", choice.stop_string)
+    return _stopped("end_turn")
+
+
+def _stopped(reason: str | None, sequence: str | None = None) -> dict[str, Any]:
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
 def _event(kind: str, **fields: Any) -> str:
