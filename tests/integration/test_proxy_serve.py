@@ -1,28 +1,31 @@
-"""The proxy as it runs in a job: Ray Serve in front, actors behind, routes over gRPC."""
+"""The proxy as it runs in a job: replicas that Ray Serve keeps alive, actors behind, routes over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
+import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
+import psutil
 import pytest
 import ray
-from ray import serve
 
+from services.common.errors import MachineError
 from services.common.ids import CellId, JobId
-from services.common.names import RAY_NAMESPACE, rollout_actor, route_prefix, serve_application, shard_actor
+from services.common.names import RAY_NAMESPACE, rollout_actor, shard_actor
 from services.common.types import CellRoute, CellState, RouteTable
+from services.job.proxy import ProxyPlace, end_proxy, reserved_place, serve_running, start_proxy
 from services.proxy.config import ProxyConfig
-from services.proxy.deployment import ProxySettings, proxy_application
+from services.proxy.deployment import ProxySettings
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import GenerateRequest
 from services.scheduler.servicer import serve_scheduler
@@ -54,10 +57,23 @@ class Shard(FakeShard):
 class Cell(FakeCell):
     """The fake cell as an actor: it insists on getting the array itself."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
     async def generate(self, request: GenerateRequest, prompt_ref: Any):  # type: ignore[no-untyped-def, override]
         assert isinstance(prompt_ref, np.ndarray)
         async for chunk in super().generate(request, None):
             yield chunk
+            await self.gate.wait()
+
+    async def hold(self) -> None:
+        """Let every call stop behind its first token."""
+        self.gate.clear()
+
+    async def go_on(self) -> None:
+        self.gate.set()
 
     async def seen(self) -> list[str]:
         return self.aborted
@@ -86,8 +102,8 @@ class Scheduler:
 def cluster() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="tgp", dir="/tmp") as folder:
         start_ray(num_cpus=2, include_dashboard=False, _temp_dir=folder, namespace=RAY_NAMESPACE, log_to_driver=False)
-        yield Path(folder)
-        serve.shutdown()
+        with serve_running(own_cluster=False):
+            yield Path(folder)
         ray.shutdown()
 
 
@@ -102,23 +118,33 @@ def actors(cluster: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def url(actors: dict[str, Any]) -> Iterator[str]:
+def scheduler() -> Iterator[str]:
+    """The address of a scheduler with a loop of its own."""
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)  # the scheduler's own loop
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     starting = serve_scheduler(Scheduler(), host="127.0.0.1", port=0, token="t")  # type: ignore[arg-type]
     server, address = asyncio.run_coroutine_threadsafe(starting, loop).result(DEADLINE_S)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    settings = ProxySettings(JOB, ProxyConfig(call_timeout_s=4), "model-x", 1, address, "t")
-    serve.run(proxy_application(settings), name=serve_application(JOB), route_prefix=route_prefix(JOB))
-    base = f"http://127.0.0.1:{port}{route_prefix(JOB)}"
-    wait_until(lambda: httpx.get(f"{base}/healthz").json().get("epoch") == 1)
-    yield base
+    yield address
     asyncio.run_coroutine_threadsafe(server.stop(grace=None), loop).result(DEADLINE_S)
     loop.call_soon_threadsafe(loop.stop)
+
+
+def settings_of(place: ProxyPlace, scheduler: str, job_id: JobId = JOB) -> ProxySettings:
+    return ProxySettings(job_id, place.config, "model-x", 1, scheduler, "t")
+
+
+@pytest.fixture(scope="module")
+def place(actors: dict[str, Any], scheduler: str) -> Iterator[ProxyPlace]:
+    with reserved_place(ProxyConfig(call_timeout_s=4, num_replicas=2)) as place:
+        start_proxy(settings_of(place, scheduler), place)
+        yield place
+        end_proxy(JOB)
+
+
+@pytest.fixture(scope="module")
+def url(place: ProxyPlace) -> str:
+    return place.harness_url
 
 
 def client(url: str, key: str = KEY) -> openai.OpenAI:
@@ -178,6 +204,45 @@ def test_lost_stream_is_cut_and_never_ended_politely(url: str, actors: dict[str,
     assert "[DONE]" not in text
 
 
+def replicas(place: ProxyPlace) -> set[int]:
+    """Ids of this test's processes that listen on the proxy's port."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            connections = process.net_connections("tcp")
+        except psutil.Error:
+            continue
+        listens = any(one.status == psutil.CONN_LISTEN and one.laddr.port == place.config.port for one in connections)
+        found |= {process.pid} if listens else set()
+    return found
+
+
+def test_a_killed_replica_costs_its_own_streams_and_is_replaced(
+    place: ProxyPlace, url: str, actors: dict[str, Any]
+) -> None:
+    cells = [actors["cell-0"], actors["cell-1"]]
+    ray.get([cell.hold.remote() for cell in cells])
+    before = replicas(place)
+    assert len(before) == 2
+    streams: list[list[str]] = [[] for _ in range(16)]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        streaming = [pool.submit(stream, url, pieces) for pieces in streams]
+        wait_until(lambda: all(streams), what="every stream has begun")
+        dead = psutil.Process(min(before))
+        dead.send_signal(signal.SIGKILL)
+        wait_until(lambda: not dead.is_running() or dead.status() == psutil.STATUS_ZOMBIE)
+        ray.get([cell.go_on.remote() for cell in cells])
+        messages: Any = [{"role": "user", "content": "new"}]
+        answers = [client(url).chat.completions.create(model="m", messages=messages) for _ in range(10)]
+        failures = [one.exception(DEADLINE_S) for one in streaming]
+    assert {answer.choices[0].message.content for answer in answers} == {WHOLE}
+    assert all((error is None) == ("[DONE]" in "".join(text)) for error, text in zip(failures, streams, strict=True))
+    assert all(error is None or isinstance(error, httpx.TransportError) for error in failures)
+    assert 0 < sum(error is None for error in failures) < len(failures)
+    wait_until(lambda: len(replicas(place)) == 2)
+    assert min(before) not in replicas(place)
+
+
 def test_dead_cells_call_goes_on_at_the_other(url: str, actors: dict[str, Any]) -> None:
     ray.kill(actors["cell-0"])
     pieces: list[str] = []
@@ -187,8 +252,27 @@ def test_dead_cells_call_goes_on_at_the_other(url: str, actors: dict[str, Any]) 
     assert "".join(deltas) == WHOLE
 
 
+def test_two_jobs_of_a_cluster_have_ports_and_lives_of_their_own(
+    place: ProxyPlace, url: str, scheduler: str, actors: dict[str, Any]
+) -> None:
+    other = JobId("other-job")
+    with pytest.raises(MachineError, match=rf"proxy\.port: 127\.0\.0\.1:{place.config.port} cannot be used"):
+        reserved_place(ProxyConfig(port=place.config.port)).__enter__()
+    with reserved_place(ProxyConfig()) as other_place:
+        start_proxy(settings_of(other_place, scheduler, other), other_place)
+        assert httpx.get(f"{other_place.harness_url}/healthz").json()["job_id"] == other
+        assert httpx.get(f"{url}/healthz").json()["job_id"] == JOB
+        end_proxy(other)
+        assert replicas(other_place) == set()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{other_place.harness_url}/healthz")
+    assert httpx.get(f"{url}/healthz").json()["job_id"] == JOB
+
+
 def test_keys_stand_in_no_log_of_the_cluster(url: str, cluster: Path) -> None:
     secret = KEY.rpartition(".")[2].encode()
+    httpx.post(f"{url}/run/{KEY}/v1/chat/completions", content=b"{")
+    httpx.get(f"{url}/run/{KEY}/nothing")
     logs = [path for path in cluster.glob("session_*/logs/**/*") if path.is_file()]
     assert any(path.match("serve/*") for path in logs)
     told = [(path.name, line) for path in logs for line in path.read_bytes().splitlines() if secret in line]
