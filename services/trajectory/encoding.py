@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.common.types import VersionSpan
-from services.proxy.types import ParsedAnswer, ToolCall
+from services.proxy.types import CallPurpose, ParsedAnswer, ToolCall
 from services.rollout.types import RunResult
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import (
@@ -99,6 +99,8 @@ def call_row(columns: Mapping[Any, Any], payload: Payload, parent: CallRow | Non
             request["tools"] = parent.record.request["tools"]
     rest["version_spans"] = tuple(VersionSpan(*span) for span in rest["version_spans"])
     rest["cells"] = tuple(rest["cells"])
+    if "purpose" in rest:
+        rest["purpose"] = CallPurpose(rest["purpose"])
     if "answer" in rest:
         rest["answer"] = _answer(rest["answer"])
     record = CallRecord(
@@ -178,6 +180,8 @@ def _rest(row: CallRow) -> dict[str, Any]:
         "num_shared_messages": row.num_shared_messages,
         "shares_tools": row.shares_tools,
         **({"agent_id": record.agent_id} if record.agent_id else {}),
+        **({"parent_agent_id": record.parent_agent_id} if record.parent_agent_id else {}),
+        **({"purpose": record.purpose} if record.purpose is not CallPurpose.TURN else {}),
         **({"answer": asdict(record.answer)} if record.answer is not None else {}),
         **({"stop_string": record.stop_string} if record.stop_string else {}),
     }

@@ -144,6 +144,7 @@ class AttemptLog:
                 request=dict(pending.request),
                 requested_sampling=dict(pending.request["requested_sampling"]),
                 agent_id=pending.lineage.agent_id,
+                parent_agent_id=pending.lineage.parent_agent_id,
                 purpose=pending.lineage.purpose,
             ),
             ordinal=pending.ordinal,
@@ -161,7 +162,7 @@ class AttemptLog:
         self.requests.complete(SharedAnswer(record, row.num_prompt_tokens))
         self._next_ordinal = max(self._next_ordinal, row.ordinal + 1)
         opening = pending.opening if pending else _opening(record)
-        self._roles.add(record.call_id, record.parent_call_id, record.agent_id, opening, record.output_text)
+        self._roles.add_call(record, opening)
         if record.finish_reason != "abort":
             last_node = pending.last_node if pending else self._walk(row).nodes[-1]
             self._conversations.add(record.call_id, last_node, answer_of(record))

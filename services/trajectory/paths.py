@@ -51,6 +51,11 @@ class RunCalls:
         parent_id = self.by_id[call_id].record.parent_call_id
         return parent_id if parent_id in self.by_id else None
 
+    def is_continued(self, call_id: str) -> bool:
+        """Whether another call goes on with its conversation. A side call goes on with one of side calls only."""
+        is_side = self.roles[call_id] is CallRole.SIDE
+        return any(is_side or self.roles[child] is not CallRole.SIDE for child in self.children[call_id])
+
     def path(self, call_id: str) -> tuple[CallRow, ...]:
         """The calls from the first of the conversation to this one."""
         found = []
@@ -114,12 +119,12 @@ def trajectories_of(run: RunCalls) -> list[Trajectory]:
     """All paths of a run; those that were selected know their place in the draw.
 
     A selected path is named by its last call that sampled something. Where several paths have the same one, the first
-    is the selected one: the others add nothing to train.
+    is the selected one: the others add nothing to train. Side calls do not go on with a conversation.
     """
     draws = {} if run.selection is None else {leaf: at for at, leaf in enumerate(run.selection.leaf_call_ids)}
     found: list[Trajectory] = []
     for row in run.rows:
-        if run.children[row.record.call_id]:
+        if run.is_continued(row.record.call_id):
             continue
         calls = run.path(row.record.call_id)
         last_sampled = next((one.record.call_id for one in reversed(calls) if len(one.record.output_ids)), "")

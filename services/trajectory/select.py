@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ class Selection:
 
 @dataclass(slots=True)
 class _Leaves:
-    """The leaves of a tree, in preorder; those below a segment are neighbours."""
+    """The leaves of a tree without its side calls, in preorder; those below a segment are neighbours."""
 
     indices: list[int]
     below: dict[int, slice]
@@ -48,14 +48,16 @@ def select(
     proportional to those on its path, take the path, mark it taken; repeat until nothing is left or
     ``max_trajectories`` paths are taken (None: no limit).
 
-    A path has the role of its last sampled call; calls that ``roles`` does not name are main ones. The same tree,
-    roles, seed and run id select the same. Time: the segments, plus for each path drawn its segments and the leaves.
+    A path has the role of its last sampled call; calls that ``roles`` does not name are main ones. Side calls are no
+    targets, and a path ends before the side calls that nothing else follows. The same tree, roles, seed and run id
+    select the same. Time: the segments, plus for each path drawn its segments and the leaves.
     """
     superseded = tree.superseded()
     sampled = {index: segment for index, segment in enumerate(tree.segments) if segment.is_sampled}
     trainable = {index for index, segment in sampled.items() if segment.trainable}
-    untrained = trainable - superseded
-    leaves = _leaves(tree)
+    side = {index for index, segment in sampled.items() if roles.get(segment.call_id or "") is CallRole.SIDE}
+    untrained = trainable - superseded - side
+    leaves = _leaves(tree, side)
     weights = _weights(tree, leaves, untrained)
     leaf_roles = [roles.get(call_id, CallRole.MAIN) for call_id in leaves.calls]
     generator = random.Random(f"{seed}/{run_id}")
@@ -79,6 +81,7 @@ def select(
         return sum(len(sampled[index].token_ids) for index in indices)
 
     left_out: Counter[CallRole] = Counter()
+    untrained |= (trainable & side) - superseded
     for index in untrained:
         left_out[roles.get(sampled[index].call_id or "", CallRole.MAIN)] += len(sampled[index].token_ids)
     report = RunSelection(
@@ -96,25 +99,41 @@ def select(
     return Selection(tuple(leaves.indices[position] for position in drawn), frozenset(targets), report)
 
 
-def _leaves(tree: TrajectoryTree) -> _Leaves:
+def _leaves(tree: TrajectoryTree, side: Set[int]) -> _Leaves:
     last_call: dict[int, str] = {ROOT: ""}
     indices: list[int] = []
     calls: list[str] = []
     first_below: dict[int, int] = {}
     order = list(tree.preorder())
+    ends = _ends(tree, order, side)
     for index in order:
         segment = tree.segments[index]
-        last_call[index] = segment.call_id or last_call[segment.parent]
+        call_id = "" if index in side else segment.call_id
+        last_call[index] = call_id or last_call[segment.parent]
         first_below[index] = len(indices)
-        if segment.is_leaf:
+        if index in ends:
             indices.append(index)
             calls.append(last_call[index])
     end_below: dict[int, int] = {}
     for index in reversed(order):
-        end_below.setdefault(index, first_below[index] + 1)  # a leaf; the last child has set the end of any other
+        end_below.setdefault(index, first_below[index] + (index in ends))  # the last child has set that of any other
         end_below.setdefault(tree.segments[index].parent, end_below[index])
     below = {index: slice(first_below[index], end_below[index]) for index in order}
     return _Leaves(indices, below, calls)
+
+
+def _ends(tree: TrajectoryTree, order: Sequence[int], side: Set[int]) -> set[int]:
+    """The segments of a preorder where paths end: leaves, once all is cut off behind which are side calls only."""
+    ends: set[int] = set()
+    inner: set[int] = set()
+    for index in reversed(order):
+        segment = tree.segments[index]
+        is_kept = index not in side and (segment.is_sampled or segment.is_leaf)
+        if is_kept and index not in inner:
+            ends.add(index)
+        if is_kept or index in inner:
+            inner.add(segment.parent)
+    return ends
 
 
 def _weights(tree: TrajectoryTree, leaves: _Leaves, untrained: set[int]) -> NDArray[np.int64]:

@@ -132,6 +132,8 @@ class CallRecord:
     """What the harness asked for; the job's parameters win over it."""
     agent_id: str = ""
     """Which of the harness's agents made the call, where the harness names it."""
+    parent_agent_id: str = ""
+    """The agent that made that one, where the harness names it."""
     purpose: CallPurpose = CallPurpose.TURN
     """What the call was for, as far as the harness tells."""
     answer: ParsedAnswer | None = None

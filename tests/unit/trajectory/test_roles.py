@@ -10,6 +10,7 @@ from services.trajectory.types import CallRole
 
 MAIN, MAIN_SUMMARY = CallRole.MAIN, CallRole.MAIN_SUMMARY
 SUBAGENT, SUBAGENT_SUMMARY = CallRole.SUBAGENT, CallRole.SUBAGENT_SUMMARY
+SIDE = CallRole.SIDE
 AGENT = "You are an agent that edits code."
 SEARCHER = "You search files and report what you found."
 SUMMARY = "The user wants x renamed to y.\nI have changed a.py and b.py so far.\nThe tests of c.py still fail."
@@ -98,10 +99,10 @@ def test_a_subagents_summary_is_told_from_the_main_one(harness: Harness) -> None
     assert harness.book.roles() == {"a": MAIN, "s1": SUBAGENT, "s-sum": SUBAGENT_SUMMARY, "s2": SUBAGENT, "b": MAIN}
 
 
-def test_a_side_call_before_the_main_conversation_is_not_the_main_one(harness: Harness) -> None:
+def test_a_call_without_tools_beside_a_main_agent_with_tools_is_a_side_call(harness: Harness) -> None:
     harness.begin("title", "Write a title.", "fix it", "Fixing it", tools=False)
     harness.begin("a", AGENT, "fix it")
-    assert harness.book.roles() == {"title": SUBAGENT, "a": MAIN}
+    assert harness.book.roles() == {"title": SIDE, "a": MAIN}
 
 
 def test_the_harness_word_on_who_asks_wins(harness: Harness) -> None:

@@ -97,7 +97,7 @@ def test_roles_are_taken_in_their_order_whatever_their_sizes(limit: int | None) 
     for seed in range(20):
         selection = select(DELEGATING, roles=ROLES, max_trajectories=limit, seed=seed, run_id="g-r0")
         assert selection.report.leaf_call_ids == tuple(ROLES)[:limit]
-        assert selection.report.leaf_roles == tuple(CallRole)[:limit]
+        assert selection.report.leaf_roles == tuple(ROLES.values())[:limit]
 
 
 def test_a_lower_role_waits_until_the_higher_has_no_untrained_token() -> None:
