@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -108,6 +109,7 @@ class MessageStream:
         """Of the open block."""
 
     def begin(self, usage: Usage) -> str:
+        usage = replace(usage, num_output_tokens=0, num_reasoning_tokens=0)
         message = {**_message(self._head, usage), "content": [], **_stopped(None)}
         return _event("message_start", message=message) + _event("ping")
 
@@ -165,10 +167,11 @@ _EMPTY_BLOCKS: dict[DeltaKind, dict[str, Any]] = {
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """Counts as the vendor splits them: ``input_tokens`` are those that were in no cache."""
+    num_cached = min(usage.num_cached_tokens, usage.num_prompt_tokens)
     return {
-        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "input_tokens": usage.num_prompt_tokens - num_cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.num_cached_tokens,
+        "cache_read_input_tokens": num_cached,
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
     }
