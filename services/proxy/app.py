@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,13 +18,18 @@ from services.common.metrics import metric
 from services.proxy.backends import Backends
 from services.proxy.calls import CallServer
 from services.proxy.config import ProxyConfig
-from services.proxy.dialects import Dialect, InvalidRequestError, Refusal, RefusalKind
-from services.proxy.dialects.openai_chat import OPENAI_CHAT, model_list
+from services.proxy.dialects import Dialect, InvalidRequestError, Refusal, RefusalKind, anthropic_answers
+from services.proxy.dialects.anthropic import ANTHROPIC
+from services.proxy.dialects.openai_chat import OPENAI_CHAT, model_list, model_object
+from services.proxy.dialects.openai_responses import OPENAI_RESPONSES
 from services.proxy.parsing import AnswerParser
 from services.proxy.responses import CallResponse, RequestRefusedError, error_response
+from services.proxy.types import CanonicalRequest
 
 _ENDPOINTS: dict[str, Dialect] = {
     "/v1/chat/completions": OPENAI_CHAT,
+    "/v1/responses": OPENAI_RESPONSES,
+    "/v1/messages": ANTHROPIC,
 }
 _COUNT_TOKENS = "/v1/messages/count_tokens"
 _KNOWN_PATHS = (*_ENDPOINTS, _COUNT_TOKENS, "/v1/models")
@@ -45,11 +50,19 @@ def create_app(
 
     for path, dialect in _ENDPOINTS.items():
         _add_post(app, path, dialect, gate.call)
+    _add_post(app, _COUNT_TOKENS, ANTHROPIC, gate.count_tokens)
 
     @app.get("/run/{key}/v1/models")
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        return JSONResponse(model_list([model_name], created_s))
+        list_of = anthropic_answers.model_list if _is_anthropic(request) else model_list
+        return JSONResponse(list_of([model_name], created_s))
+
+    @app.get("/run/{key}/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> Response:
+        """Whatever name a harness has for the model, it is this one."""
+        return JSONResponse((anthropic_answers.model_info if _is_anthropic(request) else model_object)(name, created_s))
 
     @app.get("/healthz")
     async def health() -> Response:
@@ -62,9 +75,14 @@ def create_app(
             return Response()
         path = request.url.path
         kind = RefusalKind.METHOD_NOT_ALLOWED if path.endswith(_KNOWN_PATHS) else RefusalKind.NOT_FOUND
-        return error_response(OPENAI_CHAT, Refusal(kind))
+        is_anthropic = "/v1/messages" in path or _is_anthropic(request)
+        return error_response(ANTHROPIC if is_anthropic else OPENAI_CHAT, Refusal(kind))
 
     return app
+
+
+def _is_anthropic(request: Request) -> bool:
+    return "anthropic-version" in request.headers
 
 
 def _add_post(app: FastAPI, path: str, dialect: Dialect, handle: Callable[..., Awaitable[Response]]) -> None:
@@ -90,7 +108,7 @@ class _Gate:
     async def call(self, dialect: Dialect, http: Request, key: str) -> Response:
         """Answer a model call."""
         try:
-            run_id, request = await self._read(dialect, http, key, dialect.parse)
+            run_id, request = await self._read(http, key, dialect.parse)
             if self._num_ongoing >= self._config.max_ongoing_calls:
                 raise RequestRefusedError(Refusal(RefusalKind.RATE_LIMITED))
         except (RequestRefusedError, ClientDisconnect) as refused:
@@ -110,9 +128,20 @@ class _Gate:
             send_timeout_s=self._config.send_timeout_s,
         )
 
+    async def count_tokens(self, dialect: Dialect, http: Request, key: str) -> Response:
+        """Answer Anthropic's question for the length of a prompt."""
+        try:
+            run_id, request = await self._read(http, key, ANTHROPIC.parse_count)
+            num_tokens = await self._calls.count_tokens(run_id, key, request)
+        except ClientDisconnect as left:
+            return self._refuse(dialect, left)
+        except Exception as error:  # whatever befell it: the client gets its dialect's error
+            return self._refuse(dialect, RequestRefusedError.of(error))
+        return JSONResponse(anthropic_answers.token_count(num_tokens))
+
     async def _read(
-        self, dialect: Dialect, http: Request, key: str, parse: Callable[[Any, Any], Any]
-    ) -> tuple[RunId, Any]:
+        self, http: Request, key: str, parse: Callable[[Any, Mapping[str, str]], CanonicalRequest]
+    ) -> tuple[RunId, CanonicalRequest]:
         """The run of a key, and the body in canonical form. Raises ``RequestRefusedError`` and ``ClientDisconnect``."""
         try:
             run_id = run_of_key(key)

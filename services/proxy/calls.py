@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _CLEANUP_TIMEOUT_S = 10.0
 _RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
+_STREAM_HOLD_S = 0.02
+_BODY_HOLD_S = 1.0
+"""A harness that does not stream sees nothing of the chunks; what is held is lost with a cell, and made again."""
 _RENEWAL_S = 2.0
 """So often the shards hear which calls this replica still generates."""
 
@@ -267,7 +270,8 @@ class CallServer:
     async def _generate_at(self, route: CellRoute, call: _Generation) -> None:
         """Stream from one cell. Returns with no finish reason set if the call must go on elsewhere."""
         cell, ticket, answer = self._backends.cell(route.actor_name), call.ticket, call.answer
-        request = GenerateRequest(ticket.call_id, ticket.run_id, ticket.sampling, tuple(answer.token_ids))
+        hold_s = _STREAM_HOLD_S if call.request.stream else _BODY_HOLD_S
+        request = GenerateRequest(ticket.call_id, ticket.run_id, ticket.sampling, tuple(answer.token_ids), hold_s)
         try:
             async with contextlib.aclosing(cell.generate(request, ticket.prompt_ref)) as chunks:
                 async for chunk in chunks:

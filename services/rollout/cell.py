@@ -36,6 +36,7 @@ from services.rollout.cell_state import (
     advance,
     count_slots,
 )
+from services.rollout.coalesce import coalesced
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine, EngineOutput, WorkerUpdate
 from services.rollout.servicer import serve_cell
@@ -180,7 +181,7 @@ class RolloutCell:
         call = self._admit(request, [int(token) for token in prompt_ids])
         self._calls.add(call)
         try:
-            chunks = self._serve(call)
+            chunks = coalesced(self._serve(call), request.hold_s)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk

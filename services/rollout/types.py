@@ -36,6 +36,8 @@ class GenerateRequest:
     sampling: Sampling
     generated_ids: tuple[int, ...] = ()
     """Tokens that another cell already produced for this call; generation goes on behind them."""
+    hold_s: float = 0.0
+    """For so long tokens may be held back, to be sent together: each chunk costs its reader."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from services.trajectory.types import (
     PartialAnswer,
     RunSummary,
     SharedAnswer,
+    TokenIds,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_THREADS = 4
 """So many runs' new texts are tokenised at once: one long prompt holds up no other run."""
 _TRAINED_GROUPS_KEPT = 4
+_INLINE_PROMPT_BYTES = 1 << 16
+"""Shorter prompts travel in the ticket itself: an object of their own costs more than their bytes."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -338,7 +341,7 @@ class TrajectoryShard:
             call_id=call.call_id,
             run_id=run_id,
             attempt=log.attempt,
-            prompt_ref=prompt.ids if self._as_ref is None else self._as_ref(prompt.ids),
+            prompt_ref=self._prompt_ref(prompt.ids),
             num_prompt_tokens=call.num_prompt_tokens,
             num_new_tokens=prompt.num_new_tokens,
             parent_call_id=call.parent_call_id,
@@ -438,6 +441,9 @@ class TrajectoryShard:
         self._tokenizer.shutdown()
 
     # -- inside --
+
+    def _prompt_ref(self, ids: TokenIds) -> Any:
+        return ids if self._as_ref is None or ids.nbytes <= _INLINE_PROMPT_BYTES else self._as_ref(ids)
 
     def _tell_ended(self, call_id: str) -> None:
         """Wake the requests that wait for a call."""

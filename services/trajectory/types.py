@@ -75,7 +75,7 @@ class CallTicket:
     run_id: str
     attempt: int
     prompt_ref: Any
-    """Ray object ref of an int32 array ``[num_prompt_tokens]``; a plain array outside Ray."""
+    """int32 array ``[num_prompt_tokens]``, or a Ray object ref of it if it is long."""
     num_prompt_tokens: int
     num_new_tokens: int
     """Prompt tokens that had to be tokenised for this call; the rest came from stored ids."""

@@ -424,7 +424,9 @@ OPENAI_CHAT = OpenAIChat()
 
 def model_list(model_names: Sequence[str], created_s: int) -> dict[str, Any]:
     """The body of ``GET /v1/models``."""
-    return {
-        "object": "list",
-        "data": [{"id": name, "object": "model", "created": created_s, "owned_by": "tidegate"} for name in model_names],
-    }
+    return {"object": "list", "data": [model_object(name, created_s) for name in model_names]}
+
+
+def model_object(name: str, created_s: int) -> dict[str, Any]:
+    """The body of ``GET /v1/models/NAME``."""
+    return {"id": name, "object": "model", "created": created_s, "owned_by": "tidegate"}

@@ -338,7 +338,7 @@ async def test_body_that_is_no_json_object_is_refused(serve: Serve, body: bytes)
 
 async def test_unknown_paths_do_not_repeat_the_key(serve: Serve) -> None:
     async with serve(FakeBackends(FakeShard(), a=FakeCell())) as server:
-        unknown = await server.http.post(f"/run/{KEY}/v1/responses", json={})
+        unknown = await server.http.post(f"/run/{KEY}/v1/embeddings", json={})
         wrong_method = await server.http.get(f"/run/{KEY}/v1/chat/completions")
     assert (unknown.status_code, wrong_method.status_code) == (404, 405)
     assert KEY not in unknown.text + wrong_method.text
@@ -365,7 +365,7 @@ async def test_keys_are_never_logged(serve: Serve, caplog: pytest.LogCaptureFixt
         with pytest.raises(httpx.RemoteProtocolError):
             await server.post(stream=True)
         await server.post(key=f"{RUN}.wrongsecret")
-        await server.http.post(f"/run/{KEY}/v1/responses", json={})
+        await server.http.post(f"/run/{KEY}/v1/embeddings", json={})
     assert "moves away" in caplog.text
     assert KEY.rpartition(".")[2] not in caplog.text
     assert "wrongsecret" not in caplog.text
