@@ -7,6 +7,7 @@ import ipaddress
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.common.errors import ConfigError
+from services.proxy.parsing.choice import check_parser_names
 
 
 class ProxyConfig(BaseModel):
@@ -32,6 +33,11 @@ class ProxyConfig(BaseModel):
     """A request of which nothing more came for this long is refused (408), or its connection closed."""
     send_timeout_s: float = Field(default=60, gt=0)
     """A client that takes nothing of its answer for this long is disconnected, and its call aborted."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls: the name of one of vLLM's tool parsers, 'none', or 'auto' to choose by the
+    model's chat template and type."""
+    reasoning_parser: str = "auto"
+    """The same for its reasoning."""
     admin_token: str = ""
     """Must be set, and not to a known default, before ``host`` may be anything but a loopback address."""
     tls_cert: str = ""
@@ -42,6 +48,11 @@ class ProxyConfig(BaseModel):
     public_url: str = ""
     """How harnesses reach the proxy, where a load balancer or another name stands before it; empty:
     ``http://host:port`` (``https`` with ``tls_cert``), for a host of 0.0.0.0 with the address of the job's node."""
+
+    @model_validator(mode="after")
+    def _parsers_exist(self) -> ProxyConfig:
+        check_parser_names(self.tool_parser, self.reasoning_parser)
+        return self
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> ProxyConfig:
