@@ -14,7 +14,7 @@ import pytest
 from services.proxy.backends import Shard
 from services.proxy.dialects.openai_chat import OPENAI_CHAT
 from services.rollout.types import Sampling
-from services.trajectory import actor, sharing
+from services.trajectory import call_desk, sharing
 from services.trajectory.actor import TrajectoryShard
 from services.trajectory.config import TrajectoryConfig
 from services.trajectory.store import read_run
@@ -144,7 +144,7 @@ async def test_a_client_that_says_it_tries_again_gets_the_same_answer(world: Wor
 
 
 async def test_a_call_lost_with_its_replica_is_made_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (actor, sharing):
+    for module in (call_desk, sharing):
         monkeypatch.setattr(module, "LEASE_S", 0.2)
     await world.shard.match_call(RUN, world.key, _request())  # by a replica that was killed then
     let_run(world)
