@@ -102,7 +102,23 @@ def start_proxy(settings: ProxySettings, place: ProxyPlace, timeout_s: float = _
     except RuntimeError as error:
         raise _not_started(str(error)) from error
     _await_replicas(name, deadline_s)
-    _await_answer(settings.job_id, place, deadline_s)
+    await_answer(settings.job_id, place, deadline_s)
+
+
+def await_answer(job_id: JobId, place: ProxyPlace, deadline_s: float) -> None:
+    """Return once the proxy answers and knows the scheduler's routes. ``deadline_s`` is of the monotonic clock. Raises
+    ``JobError``."""
+    # a certificate need not name the address under which this process finds the proxy
+    with httpx.Client(verify=False, trust_env=False, timeout=10) as http:
+        while True:
+            try:
+                found = http.get(f"{place.own_url}/healthz").json()
+                if found["job_id"] == job_id and found["epoch"] > EMPTY_TABLE.epoch:
+                    return
+                told = f"it does not know the scheduler's routes yet, or belongs to another job: {found}"
+            except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
+                told = f"{type(error).__name__}: {error}"
+            _pause(deadline_s, f"{place.own_url}/healthz: {told}")
 
 
 def end_proxy(job_id: JobId) -> None:
@@ -120,20 +136,6 @@ def _await_replicas(name: str, deadline_s: float) -> None:
         if application is not None and application.status == ApplicationStatus.DEPLOY_FAILED:
             raise _not_started(told)
         _pause(deadline_s, told or "its replicas are not up")
-
-
-def _await_answer(job_id: JobId, place: ProxyPlace, deadline_s: float) -> None:
-    # a certificate need not name the address under which this process finds the proxy
-    with httpx.Client(verify=False, trust_env=False, timeout=10) as http:
-        while True:
-            try:
-                found = http.get(f"{place.own_url}/healthz").json()
-                if found["job_id"] == job_id and found["epoch"] > EMPTY_TABLE.epoch:
-                    return
-                told = f"it does not know the scheduler's routes yet, or belongs to another job: {found}"
-            except (httpx.TransportError, ValueError, KeyError, TypeError) as error:
-                told = f"{type(error).__name__}: {error}"
-            _pause(deadline_s, f"{place.own_url}/healthz: {told}")
 
 
 def _pause(deadline_s: float, told: str) -> None:
