@@ -14,6 +14,7 @@ import pytest
 
 from services.common.errors import AccessError, ContextLengthError, InvariantError, NotFoundError, TurnLimitError
 from services.common.types import VersionSpan
+from services.proxy.dialects import InvalidRequestError
 from services.rollout.types import Sampling
 from services.trainer.types import MicroStep
 from services.trajectory.actor import TrajectoryShard
@@ -630,10 +631,34 @@ async def test_the_event_loop_is_free_while_a_prompt_is_tokenised(opened: OpenSh
 
 
 async def test_tickets_carry_the_reference_that_the_cluster_wants(opened: OpenShard) -> None:
-    shard = opened(as_ref=lambda ids: ("ref", len(ids)))
+    """Of long prompts: a short one is in the ticket itself."""
+    shard = opened(as_ref=lambda ids: ("ref", len(ids)), max_model_len=100_000)
     key = await started(shard)
-    ticket = await shard.match_call(RUN, key, ask("a"))
-    assert ticket.prompt_ref == ("ref", ticket.num_prompt_tokens)
+    short = await shard.match_call(RUN, key, ask("a"))
+    assert short.prompt_ref.shape == (short.num_prompt_tokens,)
+    long = await shard.match_call(RUN, key, ask("a" * 20_000))
+    assert long.prompt_ref == ("ref", long.num_prompt_tokens)
+
+
+async def test_a_request_may_name_the_call_that_it_stands_behind(opened: OpenShard) -> None:
+    shard = opened()
+    key = await started(shard)
+    first = await call(shard, RUN, key, ask("a"), "b")
+    behind = await shard.match_call(RUN, key, replace(ask("c"), previous_call_id=first.call_id))
+    assert behind.parent_call_id == first.call_id
+    assert behind.num_new_tokens < behind.num_prompt_tokens
+    for unknown in ("g000000-r1-a0-c0", behind.call_id):
+        with pytest.raises(InvalidRequestError, match="not found"):
+            await shard.match_call(RUN, key, replace(ask("c"), previous_call_id=unknown))
+
+
+async def test_counting_tokens_makes_no_call(opened: OpenShard) -> None:
+    shard = opened(config=TrajectoryConfig(max_calls=1))
+    key = await started(shard)
+    assert await shard.count_tokens(RUN, key, ask("abc")) == len("uabcea")  # <user>abc<end><assistant>
+    assert (await shard.match_call(RUN, key, ask("abc"))).num_prompt_tokens == len("uabcea")
+    with pytest.raises(AccessError):
+        await shard.count_tokens(RUN, "wrong", ask("abc"))
 
 
 async def test_memory_and_disk_grow_with_new_text_not_with_history(opened: OpenShard, tmp_path: Path) -> None:
