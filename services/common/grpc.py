@@ -32,7 +32,7 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 ]
 _STATUS: dict[type[TidegateError], grpc.StatusCode] = {
     AccessError: grpc.StatusCode.UNAUTHENTICATED,
