@@ -4,10 +4,13 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.proxy.conversation import stable_messages
 from services.proxy.dialects import InvalidRequestError
 from services.proxy.dialects.anthropic import ANTHROPIC
+from services.proxy.dialects.fields import to_json
 from services.proxy.types import CallPurpose, CanonicalRequest, Message, ToolCall, ToolChoice, ToolMode
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -332,3 +335,73 @@ def test_invalid_requests_get_the_vendors_own_error(bad: Any, message: str) -> N
     assert answer.body["error"]["type"] == "invalid_request_error"
     assert answer.body["error"]["message"].startswith(message)
     assert "request_id" in answer.body
+
+
+# --- any input -------------------------------------------------------------------------------------------------
+
+WORDS = st.sampled_from(["x", "", "\ud800", "bash", "t1"])
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "x", "\ud800"]), inner),
+    max_leaves=4,
+)
+
+
+def mostly(valid: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.integers(0, 31).flatmap(lambda roll: ANYTHING if roll == 13 else valid)
+
+
+def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """An object of such fields, any of which may be anything."""
+    return mostly(st.fixed_dictionaries({name: mostly(field) for name, field in fields.items()}))
+
+
+def block(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return some(type=st.just(kind), **fields)
+
+
+TEXT = block("text", text=WORDS)
+TEXTS = WORDS | st.lists(TEXT, max_size=2)
+SOURCE = block("text", data=WORDS) | block("content", content=TEXTS) | block("base64", data=WORDS)
+FOUND = block("document", title=WORDS, source=SOURCE) | block("search_result", title=WORDS, source=WORDS, content=TEXTS)
+NAMED = block("tool_reference", tool_name=WORDS) | block("image", source=SOURCE)
+RESULT = block("tool_result", tool_use_id=WORDS, content=WORDS | st.lists(TEXT | FOUND | NAMED, max_size=3))
+TOOL = some(name=WORDS, description=WORDS, input_schema=st.just({}))
+ADDED = block("tool_addition", tool=some(name=WORDS) | some(definition=TOOL)) | block("tool_removal")
+ANSWER = (
+    TEXT
+    | block("thinking", thinking=WORDS)
+    | block("redacted_thinking")
+    | block("tool_use", id=WORDS, name=WORDS, input=ANYTHING)
+)
+MESSAGE = (
+    some(role=st.just("user"), content=WORDS | st.lists(TEXT | FOUND | RESULT, max_size=4))
+    | some(role=st.just("assistant"), content=WORDS | st.lists(ANSWER, max_size=4))
+    | some(role=st.just("system"), content=WORDS | st.lists(TEXT | ADDED, max_size=2))
+)
+FIELDS = some(
+    messages=st.lists(MESSAGE, min_size=1, max_size=3),
+    system=TEXTS,
+    tools=st.lists(TOOL | block("web_search_20250305"), max_size=2),
+    tool_choice=block("auto") | block("tool", name=WORDS),
+    output_config=some(format=block("json_schema", schema=st.just({}))),
+    stop_sequences=st.lists(WORDS, max_size=1),
+    temperature=st.floats(0, 1),
+)
+
+
+@given(fields=FIELDS, is_count=st.booleans())
+def test_any_body_is_read_or_refused(fields: Any, is_count: bool) -> None:
+    body = {**ask(), **fields} if isinstance(fields, dict) else fields
+    try:
+        parsed = (ANTHROPIC.parse_count if is_count else ANTHROPIC.parse)(body, {})
+    except InvalidRequestError as error:
+        answer = ANTHROPIC.error(error.refusal)
+        assert answer.status == 400
+        to_json(answer.body).encode()
+    else:
+        assert parsed.messages
+        to_json([parsed.unused_fields, parsed.tools, parsed.response_schema, parsed.requested_sampling]).encode()
+        for message in parsed.messages:
+            calls = [[call.call_id, call.name, call.arguments] for call in message.tool_calls]
+            to_json([message.content, message.reasoning, message.tool_call_id, calls]).encode()
