@@ -1,12 +1,16 @@
-"""Servers that tests share. Each starts with the first test that needs it."""
+"""Servers that tests share, each started with the first test that needs it; and how hypothesis is run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.services import PostgresServer, S3Server, s3_server
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair, not a fault
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -381,6 +381,7 @@ def _record(call: _Generation, parsed: ParsedAnswer, started_at_s: float) -> Cal
         cells=tuple(answer.cells),
         started_at_s=started_at_s,
         ended_at_s=time.time(),
+        sampling=ticket.sampling,
         answer=parsed if parsed.reasoning or parsed.tool_calls or parsed.text != answer.text else None,
         stop_string=answer.stop_string,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,19 @@ class HfRenderer:
         return self._backend is not None
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """The text of a conversation. Raises ``TemplateError`` if the template refuses it."""
+        """The text of a conversation. Raises ``TemplateError`` if the template refuses it.
+
+        What it refuses is tried in plainer roles (``in_plain_roles``): harnesses speak as their vendor's model allows.
+        """
+        try:
+            return self._render(messages, tools, add_generation_prompt)
+        except TemplateError:
+            plain = in_plain_roles(messages)
+            if plain == list(messages):
+                raise
+            return self._render(plain, tools, add_generation_prompt)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [template_message(message) for message in messages],
@@ -47,7 +60,7 @@ class HfRenderer:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise TemplateError(f"the model's chat template refuses these messages ({error}).") from error
         return text
 
@@ -66,6 +79,20 @@ class HfRenderer:
         """The text of tokens, special ones included."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+
+def in_plain_roles(messages: Sequence[Message]) -> list[Message]:
+    """A conversation as the strictest templates take it: one system message, at the beginning; what else is said by
+    the system or by the user in a row is one message of the user's."""
+    plain: list[Message] = []
+    for message in messages:
+        is_late = message.role == "system" and any(one.role != "system" for one in plain)
+        role = "user" if is_late else message.role
+        if plain and role in ("system", "user") and plain[-1].role == role:
+            plain[-1] = Message(role, f"{plain[-1].content}\n\n{message.content}")
+        else:
+            plain.append(replace(message, role=role))
+    return plain
 
 
 def load_renderer(model_path: str) -> HfRenderer:

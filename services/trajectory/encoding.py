@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from services.common.types import VersionSpan
 from services.proxy.types import CallPurpose, ParsedAnswer, ToolCall
-from services.rollout.types import RunResult
+from services.rollout.types import RunResult, Sampling
 from services.trajectory.outcome import Outcome
 from services.trajectory.types import (
     CallRecord,
@@ -101,6 +101,8 @@ def call_row(columns: Mapping[Any, Any], payload: Payload, parent: CallRow | Non
     rest["cells"] = tuple(rest["cells"])
     if "purpose" in rest:
         rest["purpose"] = CallPurpose(rest["purpose"])
+    if "sampling" in rest:
+        rest["sampling"] = Sampling(**{**rest["sampling"], "stop": tuple(rest["sampling"]["stop"])})
     if "answer" in rest:
         rest["answer"] = _answer(rest["answer"])
     record = CallRecord(
@@ -182,6 +184,7 @@ def _rest(row: CallRow) -> dict[str, Any]:
         **({"agent_id": record.agent_id} if record.agent_id else {}),
         **({"parent_agent_id": record.parent_agent_id} if record.parent_agent_id else {}),
         **({"purpose": record.purpose} if record.purpose is not CallPurpose.TURN else {}),
+        **({"sampling": asdict(record.sampling)} if record.sampling is not None else {}),
         **({"answer": asdict(record.answer)} if record.answer is not None else {}),
         **({"stop_string": record.stop_string} if record.stop_string else {}),
     }

@@ -130,6 +130,8 @@ class CallRecord:
     ended_at_s: float
     requested_sampling: dict[str, Any] = field(default_factory=dict)
     """What the harness asked for; the job's parameters win over it."""
+    sampling: Sampling | None = None
+    """What held. None in records of stores that did not keep it."""
     agent_id: str = ""
     """Which of the harness's agents made the call, where the harness names it."""
     parent_agent_id: str = ""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, TemplateError
 from services.proxy.renderer import HfRenderer, load_renderer, template_message
 from services.proxy.types import Message, ToolCall
 from tests.unit.proxy.templates import CHATML, tokenizer
@@ -42,3 +42,27 @@ def test_text_is_tokenised_as_the_tokenizer_itself_does() -> None:
     using = tokenizer(CHATML)
     text = "<|im_start|>user\nword é日🙂  two\n\n<|im_end|>x" * 3
     assert HfRenderer(using).encode(text) == using(text, add_special_tokens=False)["input_ids"]
+
+
+STRICT_ROLES = """\
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{- raise_exception('the system speaks first') }}{% endif %}
+{%- if loop.index0 and m.role == messages[loop.index0 - 1].role %}{{- raise_exception('roles alternate') }}{% endif %}
+{{- m.role }}:{{ m.content }};
+{%- endfor %}"""
+
+
+def test_what_a_strict_template_refuses_is_said_in_plainer_roles() -> None:
+    using = HfRenderer(tokenizer(STRICT_ROLES))
+    messages = [
+        Message("system", "s"),
+        Message("system", "t"),
+        Message("user", "a"),
+        Message("assistant", "b"),
+        Message("system", "late"),
+        Message("user", "c"),
+    ]
+    assert using.render(messages, (), False) == "system:s\n\nt;user:a;assistant:b;user:late\n\nc;"
+    assert using.render(messages[2:4], (), False) == "user:a;assistant:b;"
+    with pytest.raises(TemplateError):
+        using.render([Message("assistant", "a"), Message("assistant", "b")], (), False)
