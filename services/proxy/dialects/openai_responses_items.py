@@ -25,6 +25,9 @@ COMPACTION_PROMPT = (
 """What a ``compaction_trigger`` asks the model."""
 SUMMARY_PREFIX = "Everything before this was summarised to save room. The summary:\n\n"
 
+_LEFT_OUT = "[left out: {kind}, for this model takes text only]"
+"""Stands for a part of a tool's output that cannot be shown: refusing it would end the run over one call."""
+
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXT_PARTS = {
     "input_text": "text",
@@ -107,7 +110,7 @@ class ItemReader:
         item = typed(given, dict, where, "an object")
         if self.is_compaction:
             raise invalid(where, "Nothing may stand behind a 'compaction_trigger'.")
-        kind = item.get("type", "message" if "role" in item else "item_reference" if "id" in item else None)
+        kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
         reads = _READERS.get(kind) if isinstance(kind, str) else None
         if reads is not None:
             reads(self, item, where)
@@ -187,9 +190,19 @@ class ItemReader:
             raise missing(f"{where}.call_id")
         call_id = clean(typed(call_id, str, f"{where}.call_id", "a string"))
         output = item.get("output")
+        if isinstance(output, list):
+            output = [self._shown(part) for part in output]
         text = to_json(clean_json(output)) if isinstance(output, dict) else text_of(output, f"{where}.output")
         self._entries.append(Message("tool", text, tool_call_id=call_id))
         self._is_behind_output = True
+
+    def _shown(self, part: Any) -> Any:
+        """A part of an output, or the words that stand for an image or a file."""
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("input_image", "input_file", "input_audio"):
+            return part
+        self.unused.add(f"input.{kind}")
+        return {"type": "input_text", "text": _LEFT_OUT.format(kind=str(kind).removeprefix("input_"))}
 
     def _agent_message(self, item: Mapping[str, Any], where: str) -> None:
         """What one agent of Codex tells another. Its client seals no text of ours, whatever the part is called."""
@@ -261,7 +274,7 @@ def _part_text(given: Any, where: str) -> str:
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is not None:
         return _string(part, key, where)
-    if kind == "input_image":  # named so, Codex takes the image out of its history and goes on
+    if kind == "input_image":
         raise invalid(f"{where}.image_url", "This model takes text only, no images.")
     raise invalid(
         f"{where}.type", f"This model takes text only. Supported values are: {', '.join(map(repr, _TEXT_PARTS))}."

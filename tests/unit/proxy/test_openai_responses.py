@@ -511,12 +511,17 @@ def test_what_the_vendor_refuses_is_refused_with_its_error(body: dict[str, Any],
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
-def test_an_image_is_refused_by_the_name_that_makes_codex_drop_it() -> None:
-    output = [{"type": "input_image", "image_url": "data:image/png;base64,AA"}]
+def test_an_image_that_a_tool_gave_is_named_instead_of_shown() -> None:
+    output = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:image/png;base64,AA"}]
+    request = parse({"input": [{"type": "function_call_output", "call_id": "c", "output": output}]})
+    assert request.messages[0].content == "a\n[left out: image, for this model takes text only]"
+    assert request.unused_fields == ("input.input_image",)
+
+
+def test_an_image_in_a_message_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse({"input": [{"type": "function_call_output", "call_id": "c", "output": output}]})
-    assert caught.value.param == "input[0].output[0].image_url"
-    assert caught.value.code == "invalid_value"
+        parse({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]})
+    assert caught.value.param == "input[0].content[0].image_url"
 
 
 def test_a_reference_to_an_item_is_not_found() -> None:
