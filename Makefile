@@ -29,6 +29,11 @@ test-unit: setup  ## Only the unit tests (a minute)
 test-scheduler: setup  ## The scheduler's state machine under 100,000 random events (some minutes)
 	TIDEGATE_EXAMPLES=2000 $(BIN)/python -m pytest tests/unit/scheduler/test_state_machine.py tests/unit/scheduler/test_order.py
 
+.PHONY: test-harnesses
+test-harnesses: setup  ## Real harnesses against the live proxy: pi, mini, Claude Code, Codex, Qwen Code, opencode (1.6 GB, minutes)
+	$(BIN)/python scripts/install_harnesses.py
+	$(BIN)/python -m pytest tests/e2e/harnesses -m "harness or not harness"
+
 .PHONY: bench-elastic
 bench-elastic: setup  ## Elastic scheduling against the published figures (a minute)
 	$(BIN)/python -m benchmarks.elastic
@@ -97,10 +102,14 @@ debian:
 	@scripts/install_debian.sh $(DEBIAN_PACKAGES)
 
 .PHONY: harness
-harness: $(TIDEGATE_HARNESS_DIR)/mini/.installed  ## Install the default harness (mini-swe-agent) in an environment of its own
+harness: $(TIDEGATE_HARNESS_DIR)/mini/.installed $(TIDEGATE_HARNESS_DIR)/pi/.installed  ## Install the default harness (mini-swe-agent) and pi, which the tests drive
 
 $(TIDEGATE_HARNESS_DIR)/mini/.installed: scripts/install_harness.sh examples/harness/mini-swe-agent/requirements.txt
 	PYTHON=$(PYTHON) scripts/install_harness.sh $(TIDEGATE_HARNESS_DIR)/mini
+	touch $@
+
+$(TIDEGATE_HARNESS_DIR)/pi/.installed: scripts/install_harnesses.py $(VENV)/.installed
+	$(BIN)/python scripts/install_harnesses.py pi --dir $(TIDEGATE_HARNESS_DIR)
 	touch $@
 
 .PHONY: lock

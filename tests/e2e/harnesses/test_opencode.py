@@ -1,0 +1,27 @@
+"""opencode, streaming, over all three APIs: a subagent whose session names its parent's, and a title beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.trajectory.types import CallRole
+from tests.e2e.harnesses import clients
+from tests.e2e.harnesses.model import Script
+from tests.e2e.harnesses.story import TASK, do_the_task
+
+pytestmark = pytest.mark.harness
+
+
+@pytest.mark.parametrize("package", ["@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic"])
+async def test_opencode_does_the_task_with_a_subagent_and_a_title(tmp_path: Path, package: str) -> None:
+    _, recorded = await do_the_task(
+        lambda world: clients.opencode(world.url, world.key, TASK, package),
+        Script(can_delegate=True),
+        tmp_path,
+        api=package,
+        num_side_calls=1,
+    )
+    assert {call.agent_id for call in recorded.of_role(CallRole.MAIN)} == {""}
+    assert "" not in {call.agent_id for call in recorded.of_role(CallRole.SUBAGENT)}
