@@ -119,12 +119,15 @@ class RoleBook:
             self._purposes[call_id] = purpose
         if parent_call_id is None:
             opening = opening or Opening("", (), "", "")
-            self._conversation_of[call_id] = self._begin(call_id, agent_id, opening, purpose, bool(parent_agent_id))
+            number = self._begin(call_id, agent_id, opening, purpose, bool(parent_agent_id))
         else:
-            self._conversation_of[call_id] = self._conversation_of[parent_call_id]
-            if purpose is not CallPurpose.SIDE:
+            number = self._conversation_of[parent_call_id]
+            if agent_id and agent_id != self._conversations[number].agent_id:
+                number = self._fork(call_id, agent_id, self._conversations[number].opening, purpose)
+            elif purpose is not CallPurpose.SIDE:
                 self._candidates.pop(parent_call_id, None)
-        self._conversations[self._conversation_of[call_id]].num_calls += 1
+        self._conversation_of[call_id] = number
+        self._conversations[number].num_calls += 1
         if purpose is not CallPurpose.SIDE and len((told or answer).strip()) >= MIN_CARRIED_CHARS:
             self._candidates[call_id] = _Answer(answer, answer if told is None else told)
             if len(self._candidates) > _MAX_CANDIDATES:
@@ -161,6 +164,14 @@ class RoleBook:
             agent = number if same is None else same.agent
         opening = Opening(opening.system, opening.tool_names, "", opening.prompt.strip()[-_PROMPT_END_CHARS:])
         self._conversations.append(_Conversation(call_id, agent_id, purpose, opening, is_delegated, summary, agent))
+        return number
+
+    def _fork(self, call_id: str, agent_id: str, opening: Opening, purpose: CallPurpose) -> int:
+        """A conversation of an agent that was given another one's history."""
+        number = len(self._conversations)
+        same = next((one for one in reversed(self._conversations) if one.agent_id == agent_id), None)
+        agent = number if same is None else same.agent
+        self._conversations.append(_Conversation(call_id, agent_id, purpose, opening, True, None, agent))
         return number
 
     def _summary_for(self, agent_id: str, text: str) -> str | None:
