@@ -224,3 +224,11 @@ def test_reasoning_and_tool_calls_come_back_as_they_were_sent() -> None:
     assert [call["index"] for delta in told for call in delta.get("tool_calls", [])] == [0, 1]
     assert [call["id"] for delta in told for call in delta.get("tool_calls", [])] == ["call_1", "call_2"]
     assert told[1] == {"reasoning_content": "because"}
+
+
+def test_line_ends_of_unicode_split_no_event() -> None:
+    request = OPENAI_CHAT.parse(body(stream=True), {})
+    text = "a\x85b\u2028c\u2029d"
+    stream = OPENAI_CHAT.stream(Head("c-1", 7, request)).delta(0, Delta(DeltaKind.TEXT, text))
+    assert len(stream.splitlines()) == 2
+    assert json.loads(stream.removeprefix("data: "))["choices"][0]["delta"] == {"content": text}
