@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -60,6 +61,8 @@ def number_between(given: Mapping[str, Any], name: str, low: float, high: float)
 
 def clean(text: str) -> str:
     """Text without lone surrogates, which JSON can carry but no tokenizer takes."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -68,9 +71,11 @@ def clean(text: str) -> str:
 
 
 def clean_json(value: Any) -> Any:
-    """JSON-ready data with all its text cleaned."""
+    """JSON-ready data with all its text cleaned; numbers that JSON has not (NaN, 1e999) become their names."""
     if isinstance(value, str):
         return clean(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, list):
         return [clean_json(item) for item in value]
     if isinstance(value, dict):
@@ -107,5 +112,8 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 
 
 def to_json(value: Any) -> str:
-    """Compact JSON, text as it is."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Compact JSON, text as it is but for what some clients take for the end of a line, and so of an event."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    if text.isascii():
+        return text
+    return text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

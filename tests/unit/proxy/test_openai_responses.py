@@ -375,6 +375,23 @@ def test_lone_surrogates_are_replaced() -> None:
     json.dumps(request.answer_form).encode()
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_has_not_do_no_harm(number: str) -> None:
+    tool = '{"type":"function","name":"a","parameters":{"a":%s}}' % number  # noqa: UP031 - braces
+    body = json.loads(f'{{"input":"hi","metadata":{{"a":{number}}},"tools":[{tool}],"top_k":{number}}}')
+    request = parse(body)
+    json.dumps([request.answer_form, request.tools, request.requested_sampling], allow_nan=False)
+
+
+def test_no_character_of_an_answer_ends_a_line_of_its_stream() -> None:
+    text = "".join(map(chr, [0x0A, 0x0B, 0x0C, 0x0D, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029])) + "é"
+    vendor = Vendor(ParsedAnswer(text, text, (ToolCall("call_1", "look", {"a": text}),)))
+    back = _sent_back(_ask(vendor, stream=True), keeps_sealed=False, keeps_ids=False)
+    assert parse({"input": back}).messages[0] == vendor.answer.message
+    lines = vendor.streams[0].splitlines()
+    assert all(line.startswith(("event: ", "data: {", ": keep-alive")) for line in lines if line)
+
+
 # --- tools and settings -----------------------------------------------------------------------------------------
 
 
