@@ -158,9 +158,8 @@ class RoleBook:
         elif purpose is CallPurpose.TURN:
             summary = self._summary_for(agent_id, opening.text)
             is_delegated |= summary is None and self._is_delegated(opening.prompt)
-            same = self._same_agent(agent_id, opening, is_delegated)
-            if same is None and summary is not None:
-                same = self._conversations[self._conversation_of[summary]]
+            source = None if summary is None else self._conversations[self._conversation_of[summary]]
+            same = self._same_agent(agent_id, opening, is_delegated, source) or source
             agent = number if same is None else same.agent
         opening = Opening(opening.system, opening.tool_names, "", opening.prompt.strip()[-_PROMPT_END_CHARS:])
         self._conversations.append(_Conversation(call_id, agent_id, purpose, opening, is_delegated, summary, agent))
@@ -187,16 +186,20 @@ class RoleBook:
             return False
         return any(_is_told(prompt, answer.told) for answer in self._candidates.values())
 
-    def _same_agent(self, agent_id: str, opening: Opening, is_delegated: bool) -> _Conversation | None:
-        """The newest conversation of the same agent: by the harness's word, else by system prompt and tools."""
-        for known in reversed(self._conversations):
-            if known.agent_id != agent_id or known.purpose is not CallPurpose.TURN:
-                continue
-            if agent_id:
-                return known
-            if _is_alike(known.opening, opening) and not is_delegated:
-                return known
-        return None
+    def _same_agent(
+        self, agent_id: str, opening: Opening, is_delegated: bool, source: _Conversation | None
+    ) -> _Conversation | None:
+        """The newest conversation of the same agent: by the harness's word, else by system prompt and tools, and of
+        such rather that of the summary that it goes on from, or else one that was not delegated."""
+        named = [one for one in self._conversations if one.agent_id == agent_id and one.purpose is CallPurpose.TURN]
+        if agent_id:
+            return named[-1] if named else None
+        alike = [] if is_delegated else [one for one in named if _is_alike(one.opening, opening)]
+
+        def rank(one: _Conversation) -> tuple[bool, bool]:
+            return source is not None and one.agent == source.agent, not one.is_delegated
+
+        return max(reversed(alike), key=rank, default=None)
 
     def _compacted_agent(self, agent_id: str, text: str, number: int) -> int:
         """The agent whose conversation a request of its own summarises: the one whose prompt its text begins with."""

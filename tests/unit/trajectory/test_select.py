@@ -107,6 +107,51 @@ def test_a_lower_role_waits_until_the_higher_has_no_untrained_token() -> None:
     assert (both.leaf_call_ids, both.leaf_roles) == (("c2", "c1"), (CallRole.MAIN, CallRole.MAIN_SUMMARY))
 
 
+def test_side_calls_are_never_drawn_and_what_they_sampled_is_left_out() -> None:
+    tree = make_tree(
+        make_call("title", None, [0], [9] * 50, ordinal=0),
+        make_call("c0", None, [1], [2, 2], ordinal=1),
+        make_call("memory", "c0", [3], [4] * 7, ordinal=2),
+        make_call("memory2", "memory", [5], [6] * 8, ordinal=3),
+        make_call("c1", "c0", [7], [8] * 3, ordinal=4),
+    )
+    roles = dict.fromkeys(("title", "memory", "memory2"), CallRole.SIDE)
+    report = select(tree, roles=roles, max_trajectories=None, seed=0, run_id="g-r0").report
+    assert (report.leaf_call_ids, report.leaf_roles) == (("c1",), (CallRole.MAIN,))
+    assert (set(report.target_call_ids), report.num_targets) == ({"c0", "c1"}, 5)
+    assert (report.left_out, report.num_left_out) == ({CallRole.SIDE: 65}, 65)
+
+
+def test_a_path_ends_before_the_side_calls_that_nothing_else_follows() -> None:
+    tree = make_tree(
+        make_call("c0", None, [1], [2, 2], ordinal=0),
+        make_call("c1", "c0", [3], [4, 4], ordinal=1),
+        make_call("memory", "c1", [5], [6] * 7, ordinal=2),
+    )
+    selection = select(tree, roles={"memory": CallRole.SIDE}, max_trajectories=2, seed=0, run_id="g-r0")
+    assert [tree.segments[leaf].call_id for leaf in selection.leaves] == ["c1"]
+    assert selection.report.leaf_call_ids == ("c1",)
+    assert selection.num_targets == 4
+
+
+def test_a_side_call_that_a_conversation_goes_on_from_is_context_only() -> None:
+    tree = make_tree(
+        make_call("c0", None, [1], [2, 2], ordinal=0),
+        make_call("side", "c0", [3], [4] * 7, ordinal=1),
+        make_call("c1", "side", [5], [6] * 3, ordinal=2),
+    )
+    selection = select(tree, roles={"side": CallRole.SIDE}, max_trajectories=2, seed=0, run_id="g-r0")
+    assert selection.report.leaf_call_ids == ("c1",)
+    assert set(selection.report.target_call_ids) == {"c0", "c1"}
+    assert selection.report.left_out == {CallRole.SIDE: 7}
+
+
+def test_a_run_of_side_calls_only_selects_nothing() -> None:
+    tree = make_tree(make_call("title", None, [0], [9] * 5))
+    selection = select(tree, roles={"title": CallRole.SIDE}, max_trajectories=2, seed=0, run_id="g-r0")
+    assert (selection.leaves, selection.num_targets, selection.report.num_left_out) == ((), 0, 5)
+
+
 def test_greedy_tokens_and_superseded_answers_are_never_targets() -> None:
     tree = make_tree(
         make_call("c0", None, [1], [2, 2], ordinal=0),
@@ -125,21 +170,26 @@ def test_a_tree_without_trainable_tokens_selects_nothing() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, None])
 @unhurried
-@given(calls=tree_calls(), seed=st.integers(0, 5))
+@given(calls=tree_calls(), seed=st.integers(0, 5), drawn=st.lists(st.sampled_from(CallRole), min_size=12, max_size=12))
 def test_any_selection_keeps_its_limits_and_is_reproducible(
-    calls: list[TreeCall], seed: int, limit: int | None
+    calls: list[TreeCall], seed: int, drawn: list[CallRole], limit: int | None
 ) -> None:
     tree = make_tree(*calls)
-    selection = select(tree, max_trajectories=limit, seed=seed, run_id="g-r0")
-    assert selection == select(make_tree(*calls), max_trajectories=limit, seed=seed, run_id="g-r0")
+    roles = {call.call_id: role for call, role in zip(calls, drawn, strict=False)}
+    selection = select(tree, roles=roles, max_trajectories=limit, seed=seed, run_id="g-r0")
+    assert selection == select(make_tree(*calls), roles=roles, max_trajectories=limit, seed=seed, run_id="g-r0")
     assert limit is None or len(selection.leaves) <= limit
     assert len(set(selection.leaves)) == len(selection.leaves)
     on_paths = {index for leaf in selection.leaves for index in tree.path(leaf)}
     superseded = tree.superseded()
     trainable = {i for i, s in enumerate(tree.segments) if s.is_sampled and s.trainable and i not in superseded}
-    assert selection.targets == on_paths & trainable
+    side = {i for i in trainable if roles.get(tree.segments[i].call_id or "") is CallRole.SIDE}
+    assert selection.targets == on_paths & (trainable - side)
     report = selection.report
+    assert CallRole.SIDE not in report.leaf_roles
+    assert set(report.leaf_call_ids) <= {call.call_id for call in calls}
     num_sampled = sum(len(call.output_ids) for call in calls)
     assert report.num_targets + report.num_left_out + report.num_not_trainable + report.num_superseded == num_sampled
+    assert report.left_out.get(CallRole.SIDE, 0) == sum(len(tree.segments[i].token_ids) for i in side)
     if limit is None:
-        assert report.num_left_out == 0
+        assert report.num_left_out == report.left_out.get(CallRole.SIDE, 0)
