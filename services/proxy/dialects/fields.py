@@ -108,7 +108,7 @@ def stop_strings(given: Any, param: str) -> list[str]:
 def is_retry(headers: Mapping[str, str]) -> bool:
     """Whether a client of the Stainless kind (OpenAI's and Anthropic's own) says that it tries again."""
     count = headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count) > 0
+    return count.isdecimal() and count.strip("0") != ""
 
 
 def to_json(value: Any) -> str:
