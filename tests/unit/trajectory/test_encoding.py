@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.proxy.types import CallPurpose
 from services.trajectory.encoding import (
     CallRow,
     call_row,
@@ -51,6 +52,16 @@ def test_a_request_is_stored_by_what_is_new_in_it() -> None:
     second = make_row(1, first, request=request)
     assert json.loads(payload_of(columns_of(second)).request) == {"messages": [{"content": "more"}]}
     assert read_back(second, read_back(first)).record.request == request
+
+
+def test_who_made_a_call_and_what_for_is_stored_where_it_was_told() -> None:
+    told = make_row(0, agent_id="agent-2", parent_agent_id="agent-1", purpose=CallPurpose.COMPACTION)
+    record = read_back(told).record
+    assert (record.agent_id, record.parent_agent_id) == ("agent-2", "agent-1")
+    assert record.purpose is CallPurpose.COMPACTION
+    untold = make_row(0)
+    assert not {"agent_id", "parent_agent_id", "purpose"} & json.loads(payload_of(columns_of(untold)).rest).keys()
+    assert read_back(untold).record.purpose is CallPurpose.TURN
 
 
 def test_an_object_is_smaller_than_its_rows() -> None:
