@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.common.packed import Packed
+
 
 class CellRole(StrEnum):
     """What a cell does with its accelerators."""
@@ -36,7 +38,7 @@ class CellState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(Packed):
     """``num_tokens`` consecutive sampled tokens that were made by weights of ``version``."""
 
     version: int

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from services.common.packed import Packed
+
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(Packed):
     """A tool call of an assistant message. ``arguments`` is an object, never a JSON string."""
 
     call_id: str
@@ -17,7 +19,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Message(Packed):
     """One canonical message. Text parts of a message are joined; equality is structural."""
 
     role: str
@@ -40,7 +42,7 @@ class ToolMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ToolChoice(Packed):
     """What a harness allows of its tools in one answer."""
 
     mode: ToolMode = ToolMode.AUTO
@@ -62,7 +64,7 @@ class CallPurpose(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
+class Lineage(Packed):
     """Who asks, where a harness tells. Empty strings: not told."""
 
     session_id: str = ""
@@ -73,7 +75,7 @@ class Lineage:
 
 
 @dataclass(frozen=True, slots=True)
-class CanonicalRequest:
+class CanonicalRequest(Packed):
     """A harness's model request, freed of its dialect."""
 
     dialect: str
@@ -126,7 +128,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedAnswer:
+class ParsedAnswer(Packed):
     """An answer's text, told apart: reasoning first, then text, then tool calls."""
 
     text: str

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.common.packed import Packed
 from services.common.types import CellState
 from services.trajectory.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Packed):
     """The job's sampling parameters. They win over what a harness asks for."""
 
     temperature: float = 1.0
@@ -28,7 +29,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(Packed):
     """One call for an engine. The prompt's ids travel apart, as an object ref."""
 
     call_id: str
@@ -41,7 +42,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateChunk:
+class GenerateChunk(Packed):
     """A piece of an answer. ``token_ids`` and ``logprobs`` have the same length."""
 
     token_ids: tuple[int, ...]

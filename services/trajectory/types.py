@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from services.common.packed import Packed
 from services.common.types import VersionSpan
 from services.proxy.types import CallPurpose, ParsedAnswer
 from services.rollout.types import Sampling
@@ -68,7 +69,7 @@ class RunSelection:
 
 
 @dataclass(frozen=True, slots=True)
-class CallTicket:
+class CallTicket(Packed):
     """The shard's answer to MatchCall: what the proxy needs to have a call served."""
 
     call_id: str
@@ -92,7 +93,7 @@ class CallTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class PartialAnswer:
+class PartialAnswer(Packed):
     """The beginning of an answer whose harness went away before its end. Arrays and the spans' sum: equal length."""
 
     output_ids: TokenIds
@@ -103,7 +104,7 @@ class PartialAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class CallRecord:
+class CallRecord(Packed):
     """One completed call, as it is stored. Never changed afterwards.
 
     ``output_ids``, ``logprobs`` and the spans' sum have equal length (checked when stored).
@@ -145,7 +146,7 @@ class CallRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedAnswer:
+class SharedAnswer(Packed):
     """A completed call, for another request that made the same one."""
 
     record: CallRecord

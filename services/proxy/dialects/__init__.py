@@ -139,11 +139,5 @@ class Dialect(Protocol):
 
 
 def sse(data: str, event: str = "") -> str:
-    """One server-sent event of JSON. Line ends of Unicode are escaped: some clients split lines at them."""
-    for raw, escaped in _UNICODE_LINE_ENDS.items():
-        if raw in data:
-            data = data.replace(raw, escaped)
+    """One server-sent event."""
     return f"event: {event}\ndata: {data}\n\n" if event else f"data: {data}\n\n"
-
-
-_UNICODE_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}

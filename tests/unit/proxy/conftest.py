@@ -50,7 +50,9 @@ async def _serve(backends: FakeBackends, parser: AnswerParser | None = None, **c
     app = create_app(JOB, ProxyConfig(**config), "model-x", backends, parser or PlainParser())
     outer = FastAPI(openapi_url=None)
     outer.mount(f"/{JOB}", app)
-    server = uvicorn.Server(uvicorn.Config(outer, port=0, log_level="warning", access_log=False, log_config=None))
+    server = uvicorn.Server(
+        uvicorn.Config(outer, port=0, ws="none", log_level="warning", access_log=False, log_config=None)
+    )
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]

@@ -350,6 +350,8 @@ async def test_models_probes_and_health(serve: Serve) -> None:
         models = [model.id async for model in server.openai().models.list()]
         assert models == ["model-x"]
         assert (await server.http.head(f"/run/{KEY}")).status_code == 200
+        socket = {"connection": "Upgrade", "upgrade": "websocket"}
+        assert (await server.http.get(f"/run/{KEY}/v1/responses", headers=socket)).status_code == 426
         health = (await server.http.get("/healthz")).json()
     assert health == {"status": "ok", "job_id": "job-1", "epoch": 0, "num_cells": 1}
 
