@@ -184,7 +184,8 @@ class RoleBook:
         prompt = prompt.strip()
         if len(prompt) < MIN_CARRIED_CHARS:
             return False
-        return any(_is_told(prompt, answer.told) for answer in self._candidates.values())
+        forms = _told_forms(prompt)
+        return any(form in answer.told for answer in self._candidates.values() for form in forms)
 
     def _same_agent(
         self, agent_id: str, opening: Opening, is_delegated: bool, source: _Conversation | None
@@ -300,12 +301,11 @@ def _is_alike(one: Opening, other: Opening) -> bool:
     return one.system == other.system != ""
 
 
-def _is_told(prompt: str, told: str) -> bool:
-    """Whether a text has a prompt or, since harnesses put reminders before it, the last long line of one."""
+def _told_forms(prompt: str) -> set[str]:
+    """How a prompt may stand in an answer: whole or, since harnesses put reminders before it, its last long line."""
     lines = [line.strip() for line in prompt.splitlines() if len(line.strip()) >= MIN_CARRIED_CHARS]
     wanted = {prompt, *lines[-1:]}
-    forms = {form for one in wanted for form in (one, json.dumps(one)[1:-1], json.dumps(one, ensure_ascii=False)[1:-1])}
-    return any(form in told for form in forms)
+    return {form for one in wanted for form in (one, json.dumps(one)[1:-1], json.dumps(one, ensure_ascii=False)[1:-1])}
 
 
 def _told(answer: ParsedAnswer) -> str:
