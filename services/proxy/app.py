@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -23,8 +24,10 @@ from services.proxy.dialects.anthropic import ANTHROPIC
 from services.proxy.dialects.openai_chat import OPENAI_CHAT, model_list, model_object
 from services.proxy.dialects.openai_responses import OPENAI_RESPONSES
 from services.proxy.parsing import AnswerParser
-from services.proxy.responses import CallResponse, RequestRefusedError, error_response
+from services.proxy.responses import CallResponse, RequestRefusedError, error_response, refusal_of
 from services.proxy.types import CanonicalRequest
+
+logger = logging.getLogger(__name__)
 
 _ENDPOINTS: dict[str, Dialect] = {
     "/v1/chat/completions": OPENAI_CHAT,
@@ -110,11 +113,11 @@ class _Gate:
     async def call(self, dialect: Dialect, http: Request, key: str) -> Response:
         """Answer a model call."""
         try:
-            run_id, request = await self._read(http, key, dialect.parse)
             if self._num_ongoing >= self._config.max_ongoing_calls:
                 raise RequestRefusedError(Refusal(RefusalKind.RATE_LIMITED))
-        except (RequestRefusedError, ClientDisconnect) as refused:
-            return self._refuse(dialect, refused)
+            run_id, request = await self._read(http, key, dialect.parse)
+        except Exception as error:  # whatever befell it: the client gets its dialect's error
+            return self._refuse(dialect, error)
         self._num_ongoing += 1
 
         def ended() -> None:
@@ -135,28 +138,26 @@ class _Gate:
         try:
             run_id, request = await self._read(http, key, ANTHROPIC.parse_count)
             num_tokens = await self._calls.count_tokens(run_id, key, request)
-        except ClientDisconnect as left:
-            return self._refuse(dialect, left)
-        except Exception as error:  # whatever befell it: the client gets its dialect's error
-            return self._refuse(dialect, RequestRefusedError.of(error))
+        except Exception as error:
+            return self._refuse(dialect, error)
         return JSONResponse(anthropic_answers.token_count(num_tokens))
 
     async def _read(
         self, http: Request, key: str, parse: Callable[[Any, Mapping[str, str]], CanonicalRequest]
     ) -> tuple[RunId, CanonicalRequest]:
-        """The run of a key, and the body in canonical form. Raises ``RequestRefusedError`` and ``ClientDisconnect``."""
-        try:
-            run_id = run_of_key(key)
-            body = await _read_json(http, self._config.max_body_bytes, self._config.body_timeout_s)
-            return run_id, parse(body, http.headers)
-        except (AccessError, InvalidRequestError, RecursionError) as error:
-            raise RequestRefusedError.of(error) from None
+        """The run of a key, and the body in canonical form."""
+        run_id = run_of_key(key)
+        body = await _read_json(http, self._config.max_body_bytes, self._config.body_timeout_s)
+        return run_id, parse(body, http.headers)
 
-    def _refuse(self, dialect: Dialect, refused: RequestRefusedError | ClientDisconnect) -> Response:
-        if isinstance(refused, ClientDisconnect):
+    def _refuse(self, dialect: Dialect, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
             return Response(status_code=400)  # nobody reads it
-        metric("tidegate_refusals_total").inc(1, job=str(self._job_id), kind=refused.refusal.kind)
-        return error_response(dialect, refused.refusal)
+        refusal = refusal_of(error)
+        if refusal.kind is RefusalKind.SERVER_ERROR:
+            logger.error("a request could not be read", exc_info=error)
+        metric("tidegate_refusals_total").inc(1, job=str(self._job_id), kind=refusal.kind)
+        return error_response(dialect, refusal)
 
 
 def run_of_key(key: str) -> RunId:

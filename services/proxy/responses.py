@@ -43,16 +43,10 @@ class RequestRefusedError(Exception):
         super().__init__(refusal.kind)
         self.refusal = refusal
 
-    @classmethod
-    def of(cls, error: Exception) -> RequestRefusedError:
-        return error if isinstance(error, RequestRefusedError) else cls(refusal_of(error))
-
 
 def refusal_of(error: Exception) -> Refusal:
     """What befell a call before its answer began, in no dialect's words."""
-    if isinstance(error, RequestRefusedError):
-        return error.refusal
-    if isinstance(error, InvalidRequestError):
+    if isinstance(error, RequestRefusedError | InvalidRequestError):
         return error.refusal
     if isinstance(error, AccessError):
         return Refusal(RefusalKind.INVALID_KEY)
