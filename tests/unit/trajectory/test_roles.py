@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.proxy.types import CallPurpose, Message, ParsedAnswer, ToolCall
 from services.trajectory.roles import MAX_OPENING_CHARS, MAX_SIDE_CALLS, RoleBook, is_carried, opening_of
@@ -287,3 +289,30 @@ def record(call_id: str, answer: ParsedAnswer | None = None) -> CallRecord:
         call_id, "g-r0", 0, None, {}, nothing, nothing, nothing.astype(np.float32), (), "raw", "stop", True, (), 0, 1,
         answer=answer,
     )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_called_every_call_has_a_role(data: st.DataObject) -> None:
+    book, made = RoleBook(), list[str]()
+    side: set[str] = set()
+    for at in range(data.draw(st.integers(0, 12))):
+        call, parent = f"c{at}", data.draw(st.sampled_from([None, *made]))
+        purpose = data.draw(st.sampled_from(CallPurpose))
+        text = st.sampled_from(["", "fix it", TASK, SUMMARY, f"{TASK}\n{SUMMARY}"])
+        asked = [Message("system", data.draw(st.sampled_from(["", AGENT, SEARCHER]))), Message("user", data.draw(text))]
+        book.add(
+            call,
+            parent,
+            data.draw(st.sampled_from(["", "agent-1", "agent-2"])),
+            opening_of(asked, data.draw(st.sampled_from([[], TOOLS]))) if parent is None else None,
+            data.draw(text),
+            purpose=purpose,
+            parent_agent_id=data.draw(st.sampled_from(["", "agent-1"])),
+        )
+        made.append(call)
+        if purpose is SIDE_CALL or (purpose is CallPurpose.TURN and parent in side):
+            side.add(call)
+        roles = book.roles()
+        assert list(roles) == made
+        assert {one for one, role in roles.items() if role is SIDE} >= side
