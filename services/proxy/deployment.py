@@ -18,12 +18,15 @@ from services.proxy.backends import RayBackends, Routes, follow_routes
 from services.proxy.config import ProxyConfig
 from services.proxy.listener import HttpListener
 from services.proxy.parsing import PlainParser
+from services.proxy.parsing.load import load_parser
+from services.proxy.routing import EMPTY_TABLE
 from services.scheduler.client import SchedulerClient
 
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
 """After three checks in a row that failed or took this long, Serve replaces a replica; a dead one at the first."""
 _STOP_TIMEOUT_S = 12.0
+_ROUTES_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,10 @@ def _make_app(settings: ProxySettings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         following = asyncio.create_task(follow_routes(routes, watch))
+        # whoever listens gets calls: others take them until it knows where to; without a scheduler they wait anywhere
+        await routes.wait_newer(EMPTY_TABLE.epoch, _ROUTES_TIMEOUT_S)
         yield
         following.cancel()
 
-    return create_app(settings.job_id, settings.config, settings.model_name, backends, PlainParser(), lifespan)
+    parser = load_parser(settings.model_path, settings.config) if settings.model_path else PlainParser()
+    return create_app(settings.job_id, settings.config, settings.model_name, backends, parser, lifespan)

@@ -4,6 +4,10 @@ A call outlives what happens to the cell. When weights are published, every call
 the tokens that it has, waits, and is submitted again behind its prompt and those tokens: its KV is computed anew by
 the new weights, and each token carries the version that made it. When the cell drains or its weights turn out wrong,
 the call ends with 'abort', and the proxy lets it go on elsewhere from the same tokens.
+
+An answer under a grammar is the exception. vLLM starts a grammar with the first token that it samples, so it cannot go
+on behind tokens that were made before: such a call begins again, with no token. It can, because its tokens leave the
+cell only when all are there, in one chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from services.common.errors import ContextLengthError, EngineError, TidegateError
+from services.common.errors import ContextLengthError, EngineError, RequestError, TidegateError
 from services.common.ids import CellId, JobId
 from services.rollout.cell_state import (
     AdmissionClosed,
@@ -36,7 +40,7 @@ from services.rollout.cell_state import (
     advance,
     count_slots,
 )
-from services.rollout.coalesce import coalesced
+from services.rollout.coalesce import coalesced, joined
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine, EngineOutput, WorkerUpdate
 from services.rollout.servicer import serve_cell
@@ -172,7 +176,8 @@ class RolloutCell:
         """Sample an answer to ``prompt_ids`` int32 ``[n]``, behind ``request.generated_ids``.
 
         The last chunk has a finish reason: 'stop', 'length', or 'abort' if the cell cannot finish (or cannot begin)
-        the call. Raises ``EngineError`` if the engine is dead, ``ContextLengthError`` if the prompt is too long.
+        the call; with a JSON schema in one chunk. Raises ``EngineError`` if the engine is dead, ``ContextLengthError``
+        if the prompt is too long, ``RequestError`` for a schema that the engine cannot enforce.
         """
         self._check_alive()
         if not self._standing.takes_calls:
@@ -181,7 +186,8 @@ class RolloutCell:
         call = self._admit(request, [int(token) for token in prompt_ids])
         self._calls.add(call)
         try:
-            chunks = coalesced(self._serve(call), request.hold_s)
+            is_masked = request.sampling.json_schema is not None
+            chunks = self._serve_masked(call) if is_masked else coalesced(self._serve(call), request.hold_s)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     yield chunk
@@ -194,6 +200,8 @@ class RolloutCell:
     def _admit(self, request: GenerateRequest, prompt_ids: list[int]) -> _Call:
         if len(prompt_ids) >= self._engine.max_model_len:
             raise ContextLengthError(len(prompt_ids), self._engine.max_model_len)
+        if request.sampling.json_schema is not None and request.generated_ids:
+            raise RequestError("an answer under a JSON schema cannot go on behind tokens of another cell.")
         text = TextStream(self._engine.decode, request.sampling.stop)
         for token in request.generated_ids:
             text.feed(token)  # what it returns was emitted by the cell that made the token
@@ -204,7 +212,7 @@ class RolloutCell:
         is_first = True
         while True:
             if (reason := self._finished(call)) is not None:
-                yield self._last_chunk(reason, call.text.finish() if reason != "abort" else "")
+                yield self._last_chunk(reason, call.text.finish(), call.text.stop_string)
                 return
             if not await self._may_continue(call):
                 yield self._last_chunk("abort")
@@ -219,6 +227,21 @@ class RolloutCell:
                         yield chunk
                     if chunk.finish_reason is not None:
                         return
+
+    async def _serve_masked(self, call: _Call) -> AsyncGenerator[GenerateChunk, None]:
+        while await self._may_continue(call):
+            call.output_ids.clear()
+            call.text = TextStream(self._engine.decode, call.request.sampling.stop)
+            version = self._standing.version
+            chunks: list[GenerateChunk] = []
+            outputs = self._sample(call)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    chunks.append(self._chunk(call, output, version, is_first=not chunks))
+                    if chunks[-1].finish_reason is not None:
+                        yield joined(chunks)
+                        return
+        yield self._last_chunk("abort")
 
     async def _may_continue(self, call: _Call) -> bool:
         """Wait while the cell is updating; whether the call can then be sampled here."""
@@ -242,7 +265,9 @@ class RolloutCell:
         max_tokens = min(sampling.max_tokens - len(call.output_ids), self._engine.max_model_len - len(behind))
         seed = call_seed(sampling.seed, call.request.call_id, len(call.output_ids))
         call.in_engine = self._engine.new_request_id(call.request.call_id)
-        outputs = self._engine.generate(call.in_engine, behind, sampling.temperature, max_tokens, seed)
+        outputs = self._engine.generate(
+            call.in_engine, behind, sampling.temperature, max_tokens, seed, sampling.json_schema
+        )
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -276,10 +301,11 @@ class RolloutCell:
             version=version,
             finish_reason=finish_reason,
             num_cached_tokens=min(output.num_cached_tokens, len(call.prompt_ids)) if is_first else 0,
+            stop_string=call.text.stop_string,
         )
 
-    def _last_chunk(self, finish_reason: str, text: str = "") -> GenerateChunk:
-        return GenerateChunk((), (), text, self._standing.version, finish_reason)
+    def _last_chunk(self, finish_reason: str, text: str = "", stop_string: str = "") -> GenerateChunk:
+        return GenerateChunk((), (), text, self._standing.version, finish_reason, stop_string=stop_string)
 
     async def abort(self, call_id: str) -> None:
         """End a call with the tokens it has; unknown ones are ignored."""

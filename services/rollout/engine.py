@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from services.common.answer_formats import structure_tokens
 from services.common.errors import ConfigError, EngineError, MachineError, RequestError
 from services.rollout.config import EngineConfig, RolloutConfig
 from services.trainer.types import WeightManifest
@@ -28,6 +29,7 @@ WORKER_EXTENSION = "services.rollout.worker_extension.WorkerExtension"
 OWNER_VARIABLE = "TIDEGATE_ENGINE_OWNER"
 """Environment variable of an engine's processes: process id of the cell that owns them. They die with it."""
 _SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+_SCHEMA_HINT = "Leave out what is rare in it: patterns, formats, conditions."
 _SHUTDOWN_TIMEOUT_S = 0.5  # it has nothing to save, and its own goodbye takes seconds
 _OOM_HINT = (
     "Lower rollout.engine.kv_cache_bytes, max_model_len or max_num_seqs, take a smaller model, or free memory; the "
@@ -96,6 +98,7 @@ class Engine:
         self._host = host
         self._llm: Any = None
         self._tokenizer: Any = None
+        self._hidden_ids: frozenset[int] = frozenset()
         self._num_requests = 0
         self.stop_ids: frozenset[int] = frozenset()
         """Tokens that end an answer."""
@@ -129,6 +132,7 @@ class Engine:
         cache = self._llm.vllm_config.cache_config
         self.num_kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self.stop_ids = self._stop_ids()
+        self._hidden_ids = hidden_ids(self._tokenizer, self.stop_ids)
 
     def _start(self) -> Any:
         from vllm import AsyncEngineArgs
@@ -171,8 +175,9 @@ class Engine:
         return self._llm is not None and bool(self._llm.errored)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True) if token_ids else ""
+        """The text of tokens; of special ones only those that set reasoning and tool calls apart."""
+        shown = [token for token in token_ids if token not in self._hidden_ids]
+        return self._tokenizer.decode(shown, skip_special_tokens=False) if shown else ""
 
     def new_request_id(self, call_id: str) -> str:
         """An id that no request of this engine had before: a call that was aborted comes again under another."""
@@ -180,22 +185,30 @@ class Engine:
         return f"{call_id}#{self._num_requests}"
 
     async def generate(
-        self, request_id: str, prompt_ids: Sequence[int], temperature: float, max_tokens: int, seed: int | None
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        temperature: float,
+        max_tokens: int,
+        seed: int | None,
+        json_schema: str | None = None,
     ) -> AsyncGenerator[EngineOutput, None]:
         """Sample until a stop token, ``max_tokens``, the end of the context, or ``abort(request_id)``.
 
-        The request is known to the engine before the first suspension, so no ``abort`` can miss it. Raises
+        ``json_schema``: a mask makes the new tokens satisfy it, from the first of them on. The request is known to the
+        engine before the first suspension, so no ``abort`` can miss it. Raises
         ``EngineError`` when the engine dies, ``RequestError`` when it refuses the request.
         """
         from vllm.inputs import tokens_input
 
         with _engine_errors():
-            outputs = self._llm.generate(
-                tokens_input(list(prompt_ids)), self._sampling(temperature, max_tokens, seed), request_id
-            )
+            sampling = self._sampling(temperature, max_tokens, seed, json_schema)
+            outputs = self._llm.generate(tokens_input(list(prompt_ids)), sampling, request_id)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     new = output.outputs[0]
+                    if new.finish_reason == "error" and json_schema is not None:
+                        raise RequestError("the engine cannot enforce the JSON schema.", _SCHEMA_HINT)
                     if new.finish_reason == "error":
                         raise EngineError(f"the engine failed on request {request_id}.", _OOM_HINT)
                     logprobs = [
@@ -205,9 +218,9 @@ class Engine:
                         tuple(new.token_ids), tuple(logprobs), new.finish_reason, output.num_cached_tokens or 0
                     )
 
-    def _sampling(self, temperature: float, max_tokens: int, seed: int | None) -> Any:
+    def _sampling(self, temperature: float, max_tokens: int, seed: int | None, json_schema: str | None) -> Any:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         return SamplingParams(
             temperature=temperature,
@@ -215,6 +228,7 @@ class Engine:
             seed=seed,
             logprobs=0,  # of the sampled token only
             detokenize=False,  # the cell makes the text, across engines and versions
+            structured_outputs=StructuredOutputsParams(json=json_schema) if json_schema is not None else None,
             output_kind=RequestOutputKind.DELTA,
         )
 
@@ -291,6 +305,16 @@ class Engine:
             if process.pid not in others:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+
+
+def hidden_ids(tokenizer: Any, stop_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens whose text is left out of an answer's: those that end it, and the special ones, without which an
+    answer can still be told apart into reasoning, text and tool calls."""
+    shown = structure_tokens()
+    special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special |= {token_id: str(token) for token_id, token in added.items() if token.special}
+    return stop_ids | {token_id for token_id, text in special.items() if text not in shown}
 
 
 @contextlib.contextmanager

@@ -25,8 +25,13 @@ class TextStream:
         self._context_start = 0  # tokens before it no longer influence how the new ones are decoded
         self._decoded_end = 0  # tokens before it are decoded
         self._pending = ""  # decoded, but may begin a stop string
-        self.stopped = False
+        self.stop_string = ""
+        """The stop string that is complete; empty: none is."""
+
+    @property
+    def stopped(self) -> bool:
         """Whether a stop string is complete. Feeding a stopped stream is an error of the caller."""
+        return bool(self.stop_string)
 
     def feed(self, token_id: int) -> str:
         """Add a token; returns the text that became certain. A complete stop string and all behind it is left out."""
@@ -50,10 +55,10 @@ class TextStream:
     def _release(self, text: str) -> str:
         text = self._pending + text
         self._pending = ""
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return text[: min(found)]
+            at, self.stop_string = min(found, key=lambda one: one[0])
+            return text[:at]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 from services.proxy.types import ToolCall
+
+
+_NO_NAME = re.compile(r"""[\s\[\]{}()<>"'`]""")
+"""What no vendor takes in a tool's name; in a model's text it is a piece of syntax that was not understood."""
 
 
 class MalformedCallError(ValueError):
@@ -25,8 +30,8 @@ def make_call(call_id: str, ordinal: int, name: str, arguments: str) -> ToolCall
 
 def checked_call(call_id: str, ordinal: int, name: Any, arguments: Any) -> ToolCall:
     """A tool call of its name and its arguments. Raises ``MalformedCallError``."""
-    if not isinstance(name, str) or not name.strip():
-        raise MalformedCallError("a tool call has no name")
+    if not isinstance(name, str) or not name.strip() or _NO_NAME.search(name.strip()):
+        raise MalformedCallError(f"{name!r} is no name of a tool")
     if not isinstance(arguments, dict):
         raise MalformedCallError(f"the arguments of a call of {name!r} are no JSON object")
     return ToolCall(tool_call_id(call_id, ordinal), name.strip(), arguments)
