@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.common.errors import AccessError
@@ -35,7 +36,6 @@ _ENDPOINTS: dict[str, Dialect] = {
     "/v1/messages": ANTHROPIC,
 }
 _COUNT_TOKENS = "/v1/messages/count_tokens"
-_KNOWN_PATHS = (*_ENDPOINTS, _COUNT_TOKENS, "/v1/models")
 
 
 def create_app(
@@ -72,15 +72,14 @@ def create_app(
         table = backends.routes.table
         return JSONResponse({"status": "ok", "job_id": job_id, "epoch": table.epoch, "num_cells": len(table.cells)})
 
-    @app.api_route("/{path:path}", methods=["HEAD", "GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
-    async def anything_else(request: Request) -> Response:
+    @app.exception_handler(HTTPException)
+    async def unroutable(request: Request, error: HTTPException) -> Response:
         if request.method == "HEAD":  # some harnesses probe their base URL
             return Response()
         if "upgrade" in request.headers:  # Codex tries a web socket first, and falls back at once when told so
             return Response(status_code=426)
-        path = request.url.path
-        kind = RefusalKind.METHOD_NOT_ALLOWED if path.endswith(_KNOWN_PATHS) else RefusalKind.NOT_FOUND
-        is_anthropic = "/v1/messages" in path or _is_anthropic(request)
+        kind = RefusalKind.METHOD_NOT_ALLOWED if error.status_code == 405 else RefusalKind.NOT_FOUND
+        is_anthropic = "/v1/messages" in request.url.path or _is_anthropic(request)
         return error_response(ANTHROPIC if is_anthropic else OPENAI_CHAT, Refusal(kind))
 
     return app

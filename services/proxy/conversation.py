@@ -38,6 +38,22 @@ def stable_messages(messages: Sequence[Message]) -> Sequence[Message]:
     return tuple(stable)
 
 
+def without_cut_answers(messages: Sequence[Message]) -> Sequence[Message]:
+    """A conversation without what a harness kept of an answer that was cut, in front of the whole one that it got when
+    it asked again. The very same sequence where there is nothing of the kind."""
+    cut = {at for at in range(len(messages) - 1) if _is_cut(messages[at], messages[at + 1])}
+    return tuple(one for at, one in enumerate(messages) if at not in cut) if cut else messages
+
+
+def _is_cut(message: Message, following: Message) -> bool:
+    return (
+        message.role == following.role == "assistant"
+        and not message.tool_calls
+        and following.content.startswith(message.content.strip())
+        and following.reasoning.startswith(message.reasoning.strip())
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Walk:
     """A request's way through the tree of messages."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.errors import NotFoundError
 from services.common.ids import RunId, make_call_id
-from services.proxy.conversation import ConversationIndex, Walk, stable_messages
+from services.proxy.conversation import ConversationIndex, Walk, stable_messages, without_cut_answers
 from services.proxy.session import Bridge, Prompt, StoredCall
 from services.proxy.types import CanonicalRequest, Lineage, Message
 from services.trajectory.encoding import CallRow
@@ -97,6 +97,9 @@ class AttemptLog:
 
     def match(self, request: CanonicalRequest, bridge: Bridge) -> Matched:
         """Find the call that a request continues, and build its prompt: O(new tokens), and one digest a message."""
+        messages = without_cut_answers(request.messages)
+        if messages is not request.messages:
+            request = replace(request, messages=tuple(messages))
         walk = self._conversations.walk(stable_messages(request.messages), request.tools)
         continued = self._conversations.match(walk)
         call = None

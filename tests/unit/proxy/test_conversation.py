@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.proxy.conversation import Continued, ConversationIndex, stable_messages
+from services.proxy.conversation import Continued, ConversationIndex, stable_messages, without_cut_answers
 from services.proxy.types import Message, ToolCall
 
 TOOLS: tuple[dict[str, Any], ...] = ({"type": "function", "function": {"name": "bash", "parameters": {}}},)
@@ -171,3 +171,17 @@ def test_the_call_that_is_found_is_the_longest_that_begins_the_request(
 def test_an_unknown_call_is_a_fault() -> None:
     with pytest.raises(Exception, match="no answered call"):
         ConversationIndex().walk_on("a", 0, ())
+
+
+def test_the_rest_of_a_cut_answer_in_front_of_the_whole_one_is_left_out() -> None:
+    user, whole = Message("user", "a"), Message("assistant", "I will look. Done.", "because of this")
+    for cut in (Message("assistant", ""), Message("assistant", "I will "), Message("assistant", "", "because")):
+        assert without_cut_answers((user, cut, whole)) == (user, whole)
+    for other in (
+        Message("assistant", "You will"),
+        Message("assistant", "", tool_calls=(ToolCall("i", "n", {}),)),
+        user,
+    ):
+        messages = (user, other, whole)
+        assert without_cut_answers(messages) is messages
+    assert without_cut_answers((user, Message("assistant", ""))) == (user, Message("assistant", ""))
