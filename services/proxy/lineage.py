@@ -69,7 +69,6 @@ _SIDE_TOOLS = ["respond_in_schema"]
 """Qwen Code asks for titles and verdicts by this one tool."""
 _MAX_SEEN_CHARS = 8192
 """Of a request's last text: its words stand before or behind what is to be summarised."""
-_OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def lineage_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Lineage:
@@ -92,6 +91,8 @@ def _claude_code(headers: Mapping[str, str], body: Mapping[str, Any]) -> Lineage
     purpose = _CLAUDE_CLASSES.get(headers.get("x-claude-code-request-class", ""))
     if "x-claude-code-compaction" in headers:
         purpose = CallPurpose.COMPACTION
+    elif body.get("max_tokens") in (0, 1):
+        purpose = CallPurpose.SIDE  # it checks a quota or warms a cache
     return Lineage(
         session_id=headers.get("x-claude-code-session-id", "") or _text(user.get("session_id")),
         agent_id=agent_id,
@@ -149,8 +150,6 @@ def _opencode(headers: Mapping[str, str], body: Mapping[str, Any]) -> Lineage:
 
 def _purpose(body: Mapping[str, Any]) -> CallPurpose:
     """What a call is for, by its own form and words."""
-    if any(body.get(name) in (0, 1) for name in _OUTPUT_LIMITS):
-        return CallPurpose.SIDE  # it checks a quota or warms a cache
     systems = [text.lstrip() for text in _system_texts(body)]
     if any(text.startswith(_SUMMARY_SYSTEMS) for text in systems):
         return CallPurpose.COMPACTION

@@ -83,6 +83,7 @@ class TestClaudeCode:
     def test_a_quota_check_asks_for_one_token(self) -> None:
         assert purpose_of(claude(max_tokens=1)) is SIDE
         assert purpose_of(claude(max_tokens=2)) is TURN
+        assert purpose_of(chat(("user", "A or B?"), max_tokens=1)) is TURN  # who answers so may be trained to
 
 
 def codex(kind: str = "turn", **told: Any) -> tuple[dict[str, str], dict[str, Any]]:
