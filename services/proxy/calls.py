@@ -17,7 +17,7 @@ from services.common.ids import JobId, RunId
 from services.common.metrics import metric
 from services.common.types import CellRoute, VersionSpan
 from services.proxy.backends import Backends, Shard
-from services.proxy.parsing import AnswerParser, AnswerReader
+from services.proxy.parsing import AnswerParser, AnswerReader, SlowReader
 from services.proxy.routing import choose_cell
 from services.proxy.types import CanonicalRequest, Choice, Delta, DeltaKind, ParsedAnswer, Usage
 from services.rollout.types import GenerateChunk, GenerateRequest
@@ -188,10 +188,12 @@ class CallServer:
                 try:
                     with self._noted_as_generating(ticket.call_id, shard):
                         await self._generate(call)
+                    deltas = call.reader.feed(call.answer.texts[-1])
+                    if isinstance(call.reader, SlowReader) and call.reader.is_slow:
+                        await asyncio.to_thread(call.reader.prepare)
                 except BaseException as error:
                     self._abandon(shard, call, error, is_late=deadline.expired())
                     raise
-        deltas = call.reader.feed(call.answer.texts[-1])
         last_deltas, parsed = call.reader.finish()
         # from here on the answer is whole: it is stored even if the harness goes away meanwhile
         storing = self._in_background(shard.append_call(_record(call, parsed, started_at_s)))

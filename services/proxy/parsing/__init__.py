@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from services.proxy.types import CanonicalRequest, Delta, DeltaKind, ParsedAnswer
 
@@ -16,6 +16,20 @@ class AnswerReader(Protocol):
 
     def finish(self) -> tuple[list[Delta], ParsedAnswer]:
         """The rest of the deltas, and the whole answer. Nothing is fed any more."""
+        ...
+
+
+@runtime_checkable
+class SlowReader(Protocol):
+    """A reader whose ``finish`` may have to wait, the first time, for what takes seconds to import."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it would wait now: ``prepare`` first, in a thread."""
+        ...
+
+    def prepare(self) -> None:
+        """Returns when ``finish`` will not wait any more."""
         ...
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from services.proxy.types import ToolCall
 
-
 _NO_NAME = re.compile(r"""[\s\[\]{}()<>"'`]""")
 """What no vendor takes in a tool's name; in a model's text it is a piece of syntax that was not understood."""
 

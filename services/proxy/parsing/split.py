@@ -84,6 +84,11 @@ class CallSplit:
         self._is_blank = True
         self._body: list[str] = []
 
+    @property
+    def has_body(self) -> bool:
+        """Whether a call may have begun."""
+        return bool(self._body)
+
     def feed(self, text: str) -> str:
         """The text that is certain now."""
         if self._body:

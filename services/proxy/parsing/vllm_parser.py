@@ -65,10 +65,16 @@ class VllmParsers:
         """Begin to import vLLM in a thread of its own, unless that was done."""
         if not self._is_warm:
             self._is_warm = True
-            threading.Thread(target=self._warm, name="import-vllm", daemon=True).start()
+            threading.Thread(target=self.load, name="import-vllm", daemon=True).start()
 
-    def _warm(self) -> None:
-        with contextlib.suppress(Exception):  # it is in the log, and raised again where it matters
+    @property
+    def is_loaded(self) -> bool:
+        """Whether what was to be imported is there, or cannot be."""
+        return self._is_loaded
+
+    def load(self) -> None:
+        """Import it, or wait until it is imported. That it cannot be is in the log, and raised with its use."""
+        with contextlib.suppress(Exception):
             self._load()
 
     def tool_calls(self, text: str, tools: Sequence[dict[str, Any]]) -> Extracted:
@@ -92,12 +98,16 @@ class VllmParsers:
         """Import and build what is needed, once. Raises what that raised, every time."""
         with self._loading:
             if not self._is_loaded:
-                self._is_loaded = True
                 try:
                     self._import()
                 except Exception as error:  # of any kind: answers are text then, and the log says why
                     self._failure = error
-                    _log.exception("vLLM's parsers cannot be used: calls and reasoning are taken for text")
+                self._is_loaded = True
+                if self._failure is not None:
+                    _log.error(
+                        "vLLM's parsers cannot be used, calls and reasoning are taken for text: %s",
+                        _first_line(self._failure),
+                    )
         if self._failure is not None:
             raise self._failure
 
@@ -206,6 +216,16 @@ class _Reader:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._text: list[str] = []
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether ``finish`` would have to import vLLM."""
+        needs_vllm = self._held is not None or self._is_opaque or self._call_split.has_body
+        return needs_vllm and not self._vllm.is_loaded
+
+    def prepare(self) -> None:
+        """Import it."""
+        self._vllm.load()
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that are certain now."""
