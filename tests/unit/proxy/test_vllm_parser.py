@@ -266,7 +266,7 @@ def _texts(draw: st.DrawFn, tool: str, reasoning: str) -> str:
 
 
 @pytest.mark.parametrize("tool", [name for name in TOOL_FORMATS if name not in ("hy_v3", "hy_v4")])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_a_streamed_answer_is_the_whole_answer(tool: str, data: st.DataObject) -> None:
     reasoning = data.draw(st.sampled_from([name for name in REASONING_FORMATS if name not in NEEDS_OTHER_TOKENIZER]))

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
 
 from services.rollout.cell import call_seed
 from services.rollout.config import CellsConfig, EngineConfig, RolloutConfig
-from services.rollout.engine import _sockets_folder, engine_env
+from services.rollout.engine import Engine, _sockets_folder, engine_env, hidden_ids
+from tests.unit.proxy.templates import CHATML
+from tests.unit.proxy.templates import tokenizer as tokenizer_of
 
 
 def test_no_cpu_setting_reaches_a_gpu_cell() -> None:
@@ -63,3 +66,36 @@ def test_an_engine_leaves_no_socket_file_behind(monkeypatch: pytest.MonkeyPatch)
         (folder / "socket").write_text("")
     assert not folder.exists()
     assert os.environ["VLLM_RPC_BASE_PATH"] == "/before"
+
+
+def test_special_tokens_stay_in_the_text_if_parsers_need_them_and_end_no_answer() -> None:
+    tokenizer = marked_by("<tool_call>", "[TOOL_CALLS]", "<|eom|>", "<|python_tag|>")
+    end = tokenizer.convert_tokens_to_ids(["<|eom|>", "<|im_end|>"])
+    hidden = hidden_ids(tokenizer, frozenset(end))
+    ids = tokenizer.encode("<|im_start|>a <tool_call>b[TOOL_CALLS]é🦊<|python_tag|><|eom|><|im_end|><|endoftext|>")
+    engine = Engine(EngineConfig(), "")
+    engine._tokenizer, engine._hidden_ids = tokenizer, hidden
+    assert engine.decode(ids) == "a <tool_call>b[TOOL_CALLS]é🦊<|python_tag|>"
+    assert engine.decode(end) == engine.decode([]) == ""
+
+
+def test_a_stop_token_that_parsers_know_is_left_out_all_the_same() -> None:
+    tokenizer = marked_by("<|message_sep|>")
+    stop = tokenizer.convert_tokens_to_ids("<|message_sep|>")
+    assert stop not in hidden_ids(tokenizer, frozenset())
+    assert stop in hidden_ids(tokenizer, frozenset([stop]))
+
+
+def test_without_such_tokens_the_text_is_that_of_the_tokenizer() -> None:
+    tokenizer = marked_by()
+    engine = Engine(EngineConfig(), "")
+    engine._tokenizer, engine._hidden_ids = tokenizer, hidden_ids(tokenizer, frozenset([2]))
+    for text in ("<|im_start|>assistant\nLs -la\n<|im_end|>\n", " a  b ", "grüße 🦊<|endoftext|>"):
+        ids = tokenizer.encode(text)
+        assert engine.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def marked_by(*special: str) -> PreTrainedTokenizerFast:
+    made = tokenizer_of(CHATML)
+    made.add_special_tokens({"additional_special_tokens": list(special)})
+    return made

@@ -94,3 +94,17 @@ def test_a_real_tokenizer_streams_what_it_decodes_at_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize("stop", [(), ("",)])
 def test_no_stop_string_never_stops(stop: tuple[str, ...]) -> None:
     assert emitted(b"abc", stop) == ("abc", 3)
+
+
+@pytest.mark.parametrize(
+    ("stops", "which"),
+    [(["END"], "END"), (["x", "END", "EN"], "EN"), (["ND", "END"], "END"), (["D", "ND"], "ND"), (["x"], "")],
+)
+def test_it_says_which_stop_string_ended_it(stops: list[str], which: str) -> None:
+    stream = TextStream(decode, stops)
+    for byte in b"a END":
+        stream.feed(byte)
+        if stream.stopped:
+            break
+    stream.finish()
+    assert (stream.stop_string, stream.stopped) == (which, bool(which))
