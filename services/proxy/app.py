@@ -111,26 +111,28 @@ class _Gate:
 
     async def call(self, dialect: Dialect, http: Request, key: str) -> Response:
         """Answer a model call."""
-        try:
-            if self._num_ongoing >= self._config.max_ongoing_calls:
-                raise RequestRefusedError(Refusal(RefusalKind.RATE_LIMITED))
-            run_id, request = await self._read(http, key, dialect.parse)
-        except Exception as error:  # whatever befell it: the client gets its dialect's error
-            return self._refuse(dialect, error)
+        if self._num_ongoing >= self._config.max_ongoing_calls:
+            return self._refuse(dialect, RequestRefusedError(Refusal(RefusalKind.RATE_LIMITED)))
         self._num_ongoing += 1
-
-        def ended() -> None:
-            self._num_ongoing -= 1
-
+        try:
+            run_id, request = await self._read(http, key, dialect.parse)
+        except BaseException as error:
+            self._ended()
+            if isinstance(error, Exception):  # whatever befell it: the client gets its dialect's error
+                return self._refuse(dialect, error)
+            raise
         return CallResponse(
             dialect,
             request,
             serve=lambda one, emit: self._calls.serve(run_id, key, one, emit),
             not_delivered=lambda call_id: self._calls.not_delivered(run_id, call_id),
-            ended=ended,
+            ended=self._ended,
             keep_alive_s=self._config.keep_alive_s,
             send_timeout_s=self._config.send_timeout_s,
         )
+
+    def _ended(self) -> None:
+        self._num_ongoing -= 1
 
     async def count_tokens(self, dialect: Dialect, http: Request, key: str) -> Response:
         """Answer Anthropic's question for the length of a prompt."""

@@ -49,8 +49,8 @@ def _is_cut(message: Message, following: Message) -> bool:
     return (
         message.role == following.role == "assistant"
         and not message.tool_calls
-        and following.content.startswith(message.content.strip())
-        and following.reasoning.startswith(message.reasoning.strip())
+        and following.content.strip().startswith(message.content.strip())
+        and following.reasoning.strip().startswith(message.reasoning.strip())
     )
 
 

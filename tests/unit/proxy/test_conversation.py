@@ -175,7 +175,7 @@ def test_an_unknown_call_is_a_fault() -> None:
 
 def test_the_rest_of_a_cut_answer_in_front_of_the_whole_one_is_left_out() -> None:
     user, whole = Message("user", "a"), Message("assistant", "I will look. Done.", "because of this")
-    for cut in (Message("assistant", ""), Message("assistant", "I will "), Message("assistant", "", "because")):
+    for cut in (Message("assistant", ""), Message("assistant", "\nI will "), Message("assistant", "", "because")):
         assert without_cut_answers((user, cut, whole)) == (user, whole)
     for other in (
         Message("assistant", "You will"),
