@@ -14,6 +14,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,7 +116,9 @@ async def start(client: Client, folder: Path, *, timeout_s: float) -> Ended:
     return ended
 
 
-def pi(url: str, key: str, task: str, dialect: str, name: str = "pi") -> Client:
+def pi(
+    url: str, key: str, task: str, dialect: str, name: str = "pi", settings: Mapping[str, Any] | None = None
+) -> Client:
     """pi, over ``openai-completions``, ``openai-responses`` or ``anthropic-messages``."""
     models = [{"id": MODEL, "reasoning": True, "contextWindow": 128_000, "maxTokens": 8192}]
     base_url = url if dialect == "anthropic-messages" else f"{url}/v1"
@@ -124,7 +127,10 @@ def pi(url: str, key: str, task: str, dialect: str, name: str = "pi") -> Client:
         name,
         (executable(name), "-p", "--mode", "json", "--provider", "tidegate", "--model", MODEL, task),
         env={"PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"},
-        files={".pi/agent/models.json": json.dumps({"providers": {"tidegate": provider}})},
+        files={
+            ".pi/agent/models.json": json.dumps({"providers": {"tidegate": provider}}),
+            ".pi/agent/settings.json": json.dumps(settings or {}),
+        },
     )
 
 

@@ -30,6 +30,9 @@ SUB_FINAL = "The file sub.txt is there with its word in it."
 TITLE = "Turning tide"
 STATE = "TIDE-STATE"
 """Stands in summaries, with the number of turns that are done."""
+ACKNOWLEDGED = "Got it. Thanks for the additional context!"
+RESUME = "The connection dropped mid-response"
+"""Qwen Code's words when it wants the rest of an answer that was cut behind some text."""
 END_OF_TURN = "<|im_end|>"
 
 _SHELLS = ("Bash", "bash", "exec_command", "shell", "run_shell_command")
@@ -107,7 +110,12 @@ class Seen:
         """Which conversation this is, and how many of its turns are done. ``("", 0)``: none of the task's."""
         for at in range(len(self.turns) - 1, -1, -1):
             turn = self.turns[at]
-            num_done = sum(later.role == "assistant" for later in self.turns[at + 1 :])
+            later = self.turns[at + 1 :]
+            num_done = sum(
+                # opencode keeps what was cut in front of it; Qwen Code answers for the model behind a compaction
+                one.role == "assistant" and before.role != "assistant" and one.text.strip() != ACKNOWLEDGED
+                for before, one in zip((turn, *later), later, strict=False)
+            )
             state = re.findall(rf"{STATE} (\w[\w-]*) (\d+)", turn.text)
             if state and turn.role != "tool":
                 return state[-1][0], int(state[-1][1]) + num_done
@@ -161,9 +169,12 @@ class Script:
         seen = read_prompt(prompt)
         mark, num_done = seen.place
         if is_title(seen):
-            return TITLE if '"title"' not in seen.asked else json.dumps({"title": TITLE})
+            return TITLE
         if is_summary(seen):
             return _summary(seen.asked, mark, num_done)
+        if RESUME in seen.asked:
+            said = next(turn.text for turn in reversed(seen.turns) if turn.role == "assistant")
+            return self._main(seen, num_done - 1).partition(said.strip())[2].lstrip()
         if mark == MAIN and seen.tools:
             return self._main(seen, num_done)
         if mark == SUB and seen.tools:
@@ -207,7 +218,9 @@ class Script:
 
 
 def is_title(seen: Seen) -> bool:
-    return not seen.tools and any("title" in turn.text.lower() for turn in seen.turns if turn.role != "tool")
+    """Whether the conversation is to be given a name."""
+    texts = [turn.text.lower() for turn in seen.turns if turn.role != "tool"]
+    return not seen.tools and any("title generator" in text or "generate a title" in text for text in texts)
 
 
 def is_summary(seen: Seen) -> bool:
@@ -215,7 +228,7 @@ def is_summary(seen: Seen) -> bool:
     asked = seen.asked.lower()
     wants = "summar" in asked or "state_snapshot" in asked or "compaction" in asked
     if not seen.tools:
-        return wants or any("summar" in turn.text.lower() for turn in seen.turns if turn.role == "system")
+        return wants or any("summariz" in turn.text.lower() for turn in seen.turns if turn.role == "system")
     return wants and not any(f"{mark}" in seen.asked for mark in (MAIN, SUB, STATE))
 
 

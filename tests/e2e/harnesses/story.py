@@ -56,6 +56,18 @@ def version(name: str) -> str:
     return pins["mini-swe-agent"]
 
 
+def expected_roles(script: Script, num_side_calls: int = 0, num_summaries: int = 0) -> Counter[CallRole]:
+    """The calls of a task that goes as the script has it."""
+    return Counter(
+        {
+            CallRole.MAIN: len(script.main_steps),
+            CallRole.MAIN_SUMMARY: num_summaries,
+            CallRole.SUBAGENT: NUM_SUB_CALLS if script.can_delegate else 0,
+            CallRole.SIDE: num_side_calls,
+        }
+    )
+
+
 async def do_the_task(
     client: Callable[[World], Client],
     script: Script,
@@ -67,21 +79,72 @@ async def do_the_task(
 ) -> tuple[Ended, Recorded]:
     """From the first request to the last: the work is done, said to be done, and recorded as it went."""
     async with harness_world(folder, script) as world:
-        made = client(world)
-        began_s = time.monotonic()
-        ended = await start(made, folder, timeout_s=timeout_s)
-        seconds = time.monotonic() - began_s
+        ended, seconds = await run(client(world), folder, timeout_s)
         num_agents = 2 if script.can_delegate else 1
         recorded = world.check(num_conversations=num_agents + num_side_calls)
-        expected = Counter({CallRole.MAIN: len(script.main_steps)})
-        expected += Counter({CallRole.SUBAGENT: NUM_SUB_CALLS if script.can_delegate else 0})
-        expected += Counter({CallRole.SIDE: num_side_calls})
-        assert recorded.roles == expected, world.describe()
+        assert recorded.roles == +expected_roles(script, num_side_calls), world.describe()
         assert len(world.cell.generated) == len(recorded.calls), "no call was made twice or in vain"
     check_work(ended)
-    assert ended.exit_code == 0, ended
-    REPORT.append(row(made.name, api, recorded, seconds))
+    REPORT.append(row(client(world).name, api, recorded, seconds))
     return ended, recorded
+
+
+async def outlive_a_cut(
+    client: Callable[[World], Client],
+    script: Script,
+    folder: Path,
+    *,
+    api: str,
+    loses: int = 2,
+    num_side_calls: int = 0,
+    is_streaming: bool = True,
+    num_left_behind: int = 0,
+    call_timeout_s: float = 2,
+    timeout_s: float = 180,
+) -> Recorded:
+    """A cell is lost for good in the middle of an answer. The harness asks again, and nothing is sampled twice."""
+    async with harness_world(folder, script, loses=loses, call_timeout_s=call_timeout_s) as world:
+        ended, seconds = await run(client(world), folder, timeout_s)
+        recorded = world.check(num_conversations=1 + num_side_calls, num_left_behind=num_left_behind)
+        failed = [one for one in world.model_posts() if one.status != 200 or not one.is_whole]
+        assert [(one.status == 200, one.is_whole) for one in failed] == [(is_streaming, not is_streaming)]
+        assert recorded.roles == +expected_roles(script, num_side_calls), world.describe()
+    check_work(ended)
+    REPORT.append(row(client(world).name, f"{api}, after a cut answer", recorded, seconds))
+    return recorded
+
+
+async def compact(
+    client: Callable[[World], Client],
+    script: Script,
+    folder: Path,
+    *,
+    api: str,
+    num_conversations: int,
+    num_main_calls: int,
+    too_long: int = 3,
+    num_side_calls: int = 0,
+    timeout_s: float = 120,
+) -> Recorded:
+    """A prompt is too long. The harness has a summary made, and goes on from that."""
+    async with harness_world(folder, script, too_long=too_long) as world:
+        ended, seconds = await run(client(world), folder, timeout_s)
+        recorded = world.check(num_conversations=num_conversations)
+        expected = expected_roles(script, num_side_calls, num_summaries=1)
+        expected[CallRole.MAIN] = num_main_calls
+        assert recorded.roles == +expected, world.describe()
+        refused = [one.status for one in world.model_posts() if one.status != 200]
+        assert refused == [400]
+    check_work(ended)
+    REPORT.append(row(client(world).name, f"{api}, with a compaction", recorded, seconds))
+    return recorded
+
+
+async def run(client: Client, folder: Path, timeout_s: float) -> tuple[Ended, float]:
+    """How a harness ended, and after how many seconds."""
+    began_s = time.monotonic()
+    ended = await start(client, folder, timeout_s=timeout_s)
+    return ended, time.monotonic() - began_s
 
 
 def check_work(ended: Ended) -> None:
@@ -89,6 +152,7 @@ def check_work(ended: Ended) -> None:
     for name, content in DONE.items():
         assert ended.file(name) == content, f"{name}\n{ended}"
     assert FINAL in ended.output, ended
+    assert ended.exit_code == 0, ended
 
 
 def row(harness: str, api: str, recorded: Recorded, seconds: float) -> Told:
@@ -109,4 +173,4 @@ def row(harness: str, api: str, recorded: Recorded, seconds: float) -> Told:
     )
 
 
-__all__ = ["DONE", "HEADER", "REPORT", "TASK", "check_work", "do_the_task", "row"]
+__all__ = ["DONE", "HEADER", "REPORT", "TASK", "check_work", "compact", "do_the_task", "outlive_a_cut", "row"]

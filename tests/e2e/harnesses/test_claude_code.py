@@ -9,7 +9,7 @@ import pytest
 from services.trajectory.types import CallRole
 from tests.e2e.harnesses import clients
 from tests.e2e.harnesses.model import Script
-from tests.e2e.harnesses.story import TASK, do_the_task
+from tests.e2e.harnesses.story import TASK, compact, do_the_task, outlive_a_cut
 
 pytestmark = pytest.mark.harness
 
@@ -23,3 +23,25 @@ async def test_claude_code_does_the_task_with_a_subagent(tmp_path: Path) -> None
     )
     assert {call.agent_id for call in recorded.of_role(CallRole.MAIN)} == {""}
     assert "" not in {call.agent_id for call in recorded.of_role(CallRole.SUBAGENT)}
+
+
+async def test_claude_code_asks_again_for_a_cut_answer(tmp_path: Path) -> None:
+    await outlive_a_cut(
+        lambda world: clients.claude_code(world.url, world.key, TASK),
+        Script(),
+        tmp_path,
+        api="Anthropic Messages",
+        call_timeout_s=4,
+    )
+
+
+async def test_claude_code_compacts_when_a_prompt_is_too_long(tmp_path: Path) -> None:
+    await compact(
+        lambda world: clients.claude_code(world.url, world.key, TASK),
+        Script(),
+        tmp_path,
+        api="Anthropic Messages",
+        too_long=2,
+        num_conversations=2,
+        num_main_calls=len(Script().main_steps),
+    )

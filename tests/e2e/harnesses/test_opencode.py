@@ -9,7 +9,7 @@ import pytest
 from services.trajectory.types import CallRole
 from tests.e2e.harnesses import clients
 from tests.e2e.harnesses.model import Script
-from tests.e2e.harnesses.story import TASK, do_the_task
+from tests.e2e.harnesses.story import TASK, do_the_task, outlive_a_cut
 
 pytestmark = pytest.mark.harness
 
@@ -25,3 +25,17 @@ async def test_opencode_does_the_task_with_a_subagent_and_a_title(tmp_path: Path
     )
     assert {call.agent_id for call in recorded.of_role(CallRole.MAIN)} == {""}
     assert "" not in {call.agent_id for call in recorded.of_role(CallRole.SUBAGENT)}
+
+
+@pytest.mark.parametrize("loses", [2, 3], ids=["in_its_reasoning", "behind_some_text"])
+async def test_opencode_asks_again_for_a_cut_answer(tmp_path: Path, loses: int) -> None:
+    """It keeps what it had of the cut answer as a message in front of the whole one."""
+    await outlive_a_cut(
+        lambda world: clients.opencode(world.url, world.key, TASK),
+        Script(),
+        tmp_path,
+        api="@ai-sdk/openai-compatible",
+        loses=loses,
+        num_side_calls=1,
+        call_timeout_s=4,
+    )

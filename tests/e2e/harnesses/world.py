@@ -210,12 +210,17 @@ class World:
     def stored(self) -> Recorded:
         return Recorded(read_run(str(self.folder / "store"), RUN)[1])
 
-    def check(self, *, num_conversations: int) -> Recorded:
-        """What must hold of every run: ids as the engine saw them, each sampled once; no false fork; usage told."""
+    def check(self, *, num_conversations: int, num_left_behind: int = 0) -> Recorded:
+        """What must hold of every run: ids as the engine saw them, each sampled once; no false fork; usage told.
+
+        ``num_left_behind``: so many cut answers were not gone on with, for the harness asked for something else.
+        """
         stored = self.stored()
         made = {one.call_id: one for one in self.cell.generated if one.is_whole}
         assert {call.call_id for call in stored.calls} == set(made)
+        assert len(self.left_behind()) == num_left_behind, self.describe()
         num_sampled = sum(len(one.output_ids) - one.num_given for one in self.cell.generated)
+        num_sampled -= sum(map(len, self.left_behind()))
         assert num_sampled == sum(len(call.output_ids) for call in stored.calls), "sampled once, and stored"
         for call in stored.calls:
             assert call.prompt_ids.tolist() == list(made[call.call_id].prompt_ids), f"prompt of {call.call_id}"
@@ -226,6 +231,14 @@ class World:
         self._check_extends(stored)
         self._check_usage(stored)
         return stored
+
+    def left_behind(self) -> set[tuple[int, ...]]:
+        """What was made of cut answers that nothing went on with."""
+        went_on = {
+            (one.prompt_ids, one.num_given) for one in self.cell.generated if len(one.output_ids) > one.num_given
+        }
+        cut = [one for one in self.cell.generated if not one.is_whole]
+        return {one.output_ids for one in cut if (one.prompt_ids, len(one.output_ids)) not in went_on}
 
     def _check_extends(self, stored: Recorded) -> None:
         """Each call's prompt begins with its parent's prompt and answer."""
@@ -244,9 +257,10 @@ class World:
             call = by_id[one.call_id]
             assert one.usage == {"prompt": len(call.prompt_ids), "output": len(call.output_ids)}, one.path
 
-    def model_calls(self) -> list[Exchange]:
-        """The exchanges that were answered with a model's words."""
-        return [one for one in self.tap.exchanges if one.call_id]
+    def model_posts(self) -> list[Exchange]:
+        """The exchanges in which a model's words were asked for."""
+        paths = ("/chat/completions", "/responses", "/messages")
+        return [one for one in self.tap.exchanges if one.method == "POST" and one.path.endswith(paths)]
 
     def describe(self) -> str:
         """For people: every exchange and every stored call."""
