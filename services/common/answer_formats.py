@@ -27,6 +27,8 @@ class ToolFormat:
     """Other special tokens of a call."""
     is_plain: bool = False
     """The openers occur in ordinary text too."""
+    wraps_text: bool = False
+    """Text stands between marks too: it is unwrapped even where no tool may be called."""
     only_at_start: bool = False
     """Calls stand at the beginning of an answer's text, or nowhere."""
 
@@ -92,7 +94,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             "<|content_text|>",
             "<|content_tool_error|>",
             "<|message_model|>",
-        )
+        ),
+        wraps_text=True,
     ),
     "internlm": ToolFormat(("<|action_start|><|plugin|>",), inner=("<|action_start|>", "<|plugin|>", "<|action_end|>")),
     "jamba": ToolFormat(("<tool_calls>",), inner=("</tool_calls>",)),
@@ -115,7 +118,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         closers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         inner=("<|tool_call_argument_begin|>",),
     ),
-    "kimi_k3": ToolFormat(inner=("<|open|>", "<|close|>", "<|sep|>")),
+    "kimi_k3": ToolFormat(inner=("<|open|>", "<|close|>", "<|sep|>"), wraps_text=True),
     "lfm2": ToolFormat(("<|tool_call_start|>",), closers=("<|tool_call_end|>",)),
     "ling3": _ARG_KEYS,
     "llama3_json": _LLAMA_JSON,

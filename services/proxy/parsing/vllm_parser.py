@@ -181,7 +181,9 @@ class VllmParser:
         """A reader for the answer to a request."""
         if is_forced(request):
             return ForcedReader(request, call_id)
-        tool_format = self._tool_format if may_call(request) else None
+        tool_format = self._tool_format
+        if tool_format is not None and (is_masked(request) or not (may_call(request) or tool_format.wraps_text)):
+            tool_format = None
         # a grammar leaves no room for reasoning
         reasoning_format = None if is_masked(request) else self._reasoning_format
         if tool_format is not None or (reasoning_format is not None and not reasoning_format.end):
@@ -274,8 +276,9 @@ class _Reader:
         num_expected = _count_calls(body, self._tool_format)
         try:
             found = self._vllm.tool_calls(body, self._request.tools)
-            if not found.calls:
-                return (), head + (found.text or body if self._is_opaque else body), num_expected
+            if not found.calls or not may_call(self._request):
+                text = found.text if self._is_opaque and not found.calls else ""
+                return (), head + (text or body), num_expected
             if _is_cut(body, self._tool_format):
                 raise MalformedCallError("the answer ends inside a call")
             counted = found.calls if self._request.tool_choice.is_parallel else found.calls[:1]

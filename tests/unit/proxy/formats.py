@@ -184,6 +184,44 @@ def _minicpm(calls: Sequence[Call]) -> str:
     return "".join(f'<function name="{name}">{parameters(arguments)}</function>' for name, arguments in calls)
 
 
+def _minimax_m3(calls: Sequence[Call]) -> str:
+    mark = "]<]minimax[>["
+
+    def elements(arguments: dict[str, Any]) -> str:
+        return "".join(f"{mark}<{key}>{_text(value)}{mark}</{key}>\n" for key, value in arguments.items())
+
+    inner = "".join(
+        f'{mark}<invoke name="{name}">\n{elements(arguments)}{mark}</invoke>\n' for name, arguments in calls
+    )
+    return f"{mark}<tool_call>\n{inner}{mark}</tool_call>"
+
+
+def _kimi_k3(calls: Sequence[Call]) -> str:
+    def block(kind: str, attributes: str, body: str) -> str:
+        return f"<|open|>{kind}{attributes}<|sep|>{body}<|close|>{kind}<|sep|>"
+
+    def argument(key: str, value: Any) -> str:
+        kind = "string" if isinstance(value, str) else "number"
+        return block("argument", f' key="{key}" type="{kind}"', _text(value))
+
+    inner = "".join(
+        block("call", f' tool="{name}" index="{index}"', "".join(argument(*item) for item in arguments.items()))
+        for index, (name, arguments) in enumerate(calls, start=1)
+    )
+    return block("tools", "", inner)
+
+
+def _k2_horizon(calls: Sequence[Call]) -> str:
+    def pairs(arguments: dict[str, Any]) -> str:
+        return "".join(
+            f"<ifm|arg_key>{key}</ifm|arg_key><ifm|arg_value>{_text(value)}</ifm|arg_value>"
+            for key, value in arguments.items()
+        )
+
+    inner = "".join(f"<ifm|tool_call>{name}{pairs(arguments)}</ifm|tool_call>" for name, arguments in calls)
+    return f"<ifm|tool_calls>{inner}</ifm|tool_calls>"
+
+
 Writer = Callable[[Sequence[Call]], str]
 
 WRITERS: dict[str, Writer] = {
@@ -207,9 +245,15 @@ WRITERS: dict[str, Writer] = {
     "granite4": _hermes,
     "hermes": _hermes,
     "hunyuan_a13b": lambda calls: f"<tool_calls>{_json(_objects(calls))}</tool_calls>",
+    "inkling": lambda calls: "".join(
+        f"<|message_model|><|content_invoke_tool_json|>{_json({'name': name, 'args': arguments})}<|end_message|>"
+        for name, arguments in calls
+    ),
     "internlm": lambda calls: f"<|action_start|><|plugin|>{_json(_objects(calls, 'parameters')[0])}<|action_end|>",
     "jamba": lambda calls: f"<tool_calls>{_json(_objects(calls))}</tool_calls>",
+    "k2_horizon": _k2_horizon,
     "kimi_k2": _kimi,
+    "kimi_k3": _kimi_k3,
     "lfm2": lambda calls: f"<|tool_call_start|>{_python(calls)}<|tool_call_end|>",
     "ling3": _arg_keys,
     "llama3_json": lambda calls: "; ".join(_json(one) for one in _objects(calls, "parameters")),
@@ -224,6 +268,7 @@ WRITERS: dict[str, Writer] = {
     ),
     "minicpm5": _minicpm,
     "minimax_m2": _minimax,
+    "minimax_m3": _minimax_m3,
     "mistral": lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(args)}" for name, args in calls),
     "olmo3": lambda calls: "<function_calls>" + "\n".join(_python([one])[1:-1] for one in calls) + "</function_calls>",
     "phi4_mini_json": lambda calls: f"functools{_json(_objects(calls))}",

@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ REQUEST = CanonicalRequest("openai_chat", "m", (), tools=TOOLS)
 SIMPLE: tuple[Call, ...] = (("run", {"command": "ls", "timeout": 5}), ("look", {"path": "/"}))
 """Without a bracket: phi4's parser ends its array at the first."""
 CALLS_OF = {name: SIMPLE if name == "phi4_mini_json" else CALLS for name in WRITERS}
-HEADLESS = frozenset({"pythonic", "llama4_pythonic", "xlam", "gigachat3"})
+HEADLESS = frozenset({"pythonic", "llama4_pythonic", "xlam", "gigachat3", "kimi_k3", "inkling"})
 """Of these vLLM takes a call with text before it for text, or drops the text."""
 KNOWN = [name for name in WRITERS if TOOL_FORMATS[name].openers]
 MARKED = [name for name, form in REASONING_FORMATS.items() if form.end]
@@ -130,7 +131,7 @@ def test_an_answer_cut_inside_a_call_is_text(name: str) -> None:
     for end in range(len(text)):
         answer = read(parser(name), [text[:end]])
         assert {*map(repr, calls_in(answer))} <= {*map(repr, calls)}
-        assert answer.tool_calls or answer.text == text[:end]
+        assert answer.tool_calls or answer.text == text[:end] or TOOL_FORMATS[name].wraps_text
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if not TOOL_FORMATS[name].is_plain])
@@ -164,6 +165,22 @@ def test_without_tools_or_with_none_allowed_calls_are_text() -> None:
     ):
         assert read(parser("hermes"), list(text), request) == ParsedAnswer(text)
         assert parser("hermes").reader(request, CALL_ID).feed(text)[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapped"),
+    [
+        ("kimi_k3", "<|open|>response<|sep|>So [1].\n<|close|>response<|sep|>"),
+        ("inkling", "<|message_model|><|content_text|>So [1].\n<|end_message|>"),
+    ],
+)
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_text_that_stands_between_marks_is_unwrapped(name: str, wrapped: str, tools: Any) -> None:
+    request = CanonicalRequest("openai_chat", "m", (), tools=tools)
+    assert read(parser(name), list(wrapped), request) == ParsedAnswer("So [1].\n")
+    both = wrapped + WRITERS[name](CALLS)
+    answer = read(parser(name), list(both), request)
+    assert (calls_in(answer), answer.text.strip()) == ((CALLS, "So [1].") if tools else ((), both))
 
 
 def test_only_the_first_call_counts_where_calls_must_not_be_parallel() -> None:
