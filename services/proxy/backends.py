@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
@@ -156,6 +157,13 @@ class RayBackends:
     def cell(self, actor_name: str) -> Cell:
         return _RayCell(self._actors, actor_name)
 
+    def find_actors(self) -> None:
+        """Find the shards, and the cells of the newest table, before the first call needs them. Blocks."""
+        shards = [shard_actor(self._job_id, index) for index in range(self._num_shards)]
+        for name in [*shards, *(cell.actor_name for cell in self._routes.table.cells)]:
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):  # gone: the first call will see to it
+                self._actors.get(name)
+
 
 class _Actors:
     """Handles by name. One that led to an error is looked up anew: the actor may have been made again."""
@@ -164,10 +172,14 @@ class _Actors:
         self._handles: dict[str, Any] = {}
 
     def get(self, name: str) -> Any:
-        """Raises ``ValueError`` if there is no such actor."""
+        """Blocks where it is new. Raises ``ValueError`` if there is no such actor."""
         if name not in self._handles:
             self._handles[name] = ray.get_actor(name, namespace=RAY_NAMESPACE)
         return self._handles[name]
+
+    async def find(self, name: str) -> Any:
+        """``get`` that lets the event loop turn: the first handle of a kind loads its code."""
+        return self._handles.get(name) or await asyncio.to_thread(self.get, name)
 
     def forget(self, name: str) -> None:
         self._handles.pop(name, None)
@@ -206,7 +218,7 @@ class _RayShard:
 
     async def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         try:
-            return await getattr(self._actors.get(self._name), method).remote(*arguments, **options)
+            return await getattr(await self._actors.find(self._name), method).remote(*arguments, **options)
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
         except (ray.exceptions.RayError, ValueError) as error:
@@ -221,7 +233,7 @@ class _RayCell:
 
     async def generate(self, request: GenerateRequest, prompt_ref: Any) -> AsyncGenerator[GenerateChunk, None]:
         try:
-            method = self._actors.get(self._name).generate.options(num_returns="streaming")
+            method = (await self._actors.find(self._name)).generate.options(num_returns="streaming")
             # the ref is a top-level argument, so the cell gets the array and this process never does
             async for reference in method.remote(request, prompt_ref):
                 yield await reference
@@ -237,7 +249,7 @@ class _RayCell:
             raise EngineError(f"{self._name} is lost ({type(error).__name__}).") from error
 
     async def abort(self, call_id: str) -> None:
-        await self._actors.get(self._name).abort.remote(call_id)
+        await (await self._actors.find(self._name)).abort.remote(call_id)
 
 
 def _cause(error: ray.exceptions.RayTaskError) -> BaseException:

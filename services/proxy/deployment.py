@@ -98,6 +98,7 @@ def _make_app(settings: ProxySettings) -> FastAPI:
         following = asyncio.create_task(follow_routes(routes, watch))
         # whoever listens gets calls: others take them until it knows where to; without a scheduler they wait anywhere
         await routes.wait_newer(EMPTY_TABLE.epoch, _ROUTES_TIMEOUT_S)
+        await asyncio.to_thread(backends.find_actors)
         yield
         following.cancel()
 

@@ -130,7 +130,7 @@ class HttpListener:
         )
         self._server = _Server(settings, self._up)
 
-    def start(self, timeout_s: float = 30.0) -> None:
+    def start(self, timeout_s: float = 120.0) -> None:
         """Return once connections are accepted. Raises ``MachineError`` if the port is taken, ``JobError``."""
         self._socket = listening_socket(*self._address)
         self._thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import ssl
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -31,6 +32,7 @@ from services.rollout.types import GenerateRequest
 from services.scheduler.servicer import serve_scheduler
 from services.trajectory.types import CallRecord, CallTicket
 from tests.ray_cluster import start_ray
+from tests.unit.proxy.certificates import self_signed
 from tests.unit.proxy.fakes import KEY, RUN, FakeCell, FakeShard, word
 from tests.waiting import wait_until
 
@@ -136,7 +138,7 @@ def settings_of(place: ProxyPlace, scheduler: str, job_id: JobId = JOB) -> Proxy
 
 @pytest.fixture(scope="module")
 def place(actors: dict[str, Any], scheduler: str) -> Iterator[ProxyPlace]:
-    with reserved_place(ProxyConfig(call_timeout_s=4, num_replicas=2)) as place:
+    with reserved_place(ProxyConfig(call_timeout_s=8, num_replicas=2)) as place:
         start_proxy(settings_of(place, scheduler), place)
         yield place
         end_proxy(JOB)
@@ -217,6 +219,12 @@ def replicas(place: ProxyPlace) -> set[int]:
     return found
 
 
+def num_listening(place: ProxyPlace) -> int:
+    """Sockets that listen on the proxy's port, by the kernel's table: a killed process lets go of them last."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{place.config.port:04X}") and row[3] == "0A" for row in rows)
+
+
 def test_a_killed_replica_costs_its_own_streams_and_is_replaced(
     place: ProxyPlace, url: str, actors: dict[str, Any]
 ) -> None:
@@ -228,9 +236,8 @@ def test_a_killed_replica_costs_its_own_streams_and_is_replaced(
     with ThreadPoolExecutor(len(streams)) as pool:
         streaming = [pool.submit(stream, url, pieces) for pieces in streams]
         wait_until(lambda: all(streams), what="every stream has begun")
-        dead = psutil.Process(min(before))
-        dead.send_signal(signal.SIGKILL)
-        wait_until(lambda: not dead.is_running() or dead.status() == psutil.STATUS_ZOMBIE)
+        psutil.Process(min(before)).send_signal(signal.SIGKILL)
+        wait_until(lambda: num_listening(place) == 1, poll_s=0.005)
         ray.get([cell.go_on.remote() for cell in cells])
         messages: Any = [{"role": "user", "content": "new"}]
         answers = [client(url).chat.completions.create(model="m", messages=messages) for _ in range(10)]
@@ -253,19 +260,25 @@ def test_dead_cells_call_goes_on_at_the_other(url: str, actors: dict[str, Any]) 
 
 
 def test_two_jobs_of_a_cluster_have_ports_and_lives_of_their_own(
-    place: ProxyPlace, url: str, scheduler: str, actors: dict[str, Any]
+    place: ProxyPlace, url: str, scheduler: str, actors: dict[str, Any], tmp_path: Path
 ) -> None:
     other = JobId("other-job")
-    with pytest.raises(MachineError, match=rf"proxy\.port: 127\.0\.0\.1:{place.config.port} cannot be used"):
-        reserved_place(ProxyConfig(port=place.config.port)).__enter__()
-    with reserved_place(ProxyConfig()) as other_place:
+    cert, key = self_signed(tmp_path)
+    trust = ssl.create_default_context(cafile=str(cert))
+    with (
+        pytest.raises(MachineError, match=rf"proxy\.port: 127\.0\.0\.1:{place.config.port} cannot be used"),
+        reserved_place(ProxyConfig(port=place.config.port)),
+    ):
+        pass
+    with reserved_place(ProxyConfig(tls_cert=str(cert), tls_key=str(key))) as other_place:
         start_proxy(settings_of(other_place, scheduler, other), other_place)
-        assert httpx.get(f"{other_place.harness_url}/healthz").json()["job_id"] == other
+        assert other_place.harness_url.startswith("https://")
+        assert httpx.get(f"{other_place.harness_url}/healthz", verify=trust).json()["job_id"] == other
         assert httpx.get(f"{url}/healthz").json()["job_id"] == JOB
         end_proxy(other)
-        assert replicas(other_place) == set()
+        wait_until(lambda: replicas(other_place) == set())
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{other_place.harness_url}/healthz")
+            httpx.get(f"{other_place.harness_url}/healthz", verify=trust)
     assert httpx.get(f"{url}/healthz").json()["job_id"] == JOB
 
 
