@@ -16,6 +16,17 @@ from services.proxy.types import Message
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: threads only cost, and forks warn
 
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template raises for messages that it was not made for."""
+
 
 class HfRenderer:
     """A ``Renderer`` over a tokenizer of ``transformers``."""
@@ -60,7 +71,7 @@ class HfRenderer:
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        except _REFUSALS as error:
             raise TemplateError(f"the model's chat template refuses these messages ({error}).") from error
         return text
 
