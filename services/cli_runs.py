@@ -93,7 +93,7 @@ def runs_show(
     address: AddressOption = "",
     token: TokenOption = "",
 ) -> None:
-    """Show one run: its outcome and every call, with the texts that were sampled."""
+    """Show one run: its outcome and every call, with the reasoning, text and tool calls of its answer."""
     from services.cli_runs_view import call_data, show_run
     from services.trajectory.paths import calls_of_run
 

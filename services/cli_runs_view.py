@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from services.proxy.types import CallPurpose
 from services.trajectory.draw import NodeView, TreeView
 from services.trajectory.encoding import CallRow
 from services.trajectory.export import GroupFacts, ScoreFacts
 from services.trajectory.paths import Fate, RunCalls
-from services.trajectory.types import CallRole, RunSelection, RunSummary
+from services.trajectory.records import answer_of
+from services.trajectory.types import CallRecord, CallRole, RunSelection, RunSummary
 
 _FATE_STYLE = {
     Fate.TARGET: "green",
@@ -75,7 +78,7 @@ def head_line(summary: RunSummary) -> Text:
 
 
 def show_run(console: Console, summary: RunSummary, group: GroupFacts, score: ScoreFacts, run: RunCalls) -> None:
-    """A run with every call, and the texts that were sampled."""
+    """A run with every call, and what was sampled: reasoning, text and tool calls apart."""
     console.print(head_line(summary))
     told = f"group {summary.group_id} is {group.state}" + (f": {group.reason}" if group.reason else "")
     if group.trained_step is not None:
@@ -99,12 +102,37 @@ def _show_call(console: Console, row: CallRow, run: RunCalls) -> None:
         markup=False,
         highlight=False,
     )
+    told = _told(call)
+    if told:
+        console.print(visible(told), markup=False, highlight=False)
     messages = call.request.get("messages", [])
     if messages:
-        console.print(f"[dim]{escape(str(messages[-1].get('role')))}:[/dim]", end=" ")
-        console.print(visible(str(messages[-1].get("content", ""))), markup=False, highlight=False)
-    console.print("[dim]assistant:[/dim]", end=" ")
-    console.print(visible(call.output_text), markup=False, highlight=False)
+        _show_part(console, str(messages[-1].get("role")), str(messages[-1].get("content", "")))
+    answer = answer_of(call)
+    if answer.reasoning:
+        _show_part(console, "reasoning", answer.reasoning)
+    if answer.content or not (answer.reasoning or answer.tool_calls):
+        _show_part(console, "assistant", answer.content)
+    for tool_call in answer.tool_calls:
+        arguments = json.dumps(tool_call.arguments, ensure_ascii=False)
+        _show_part(console, f"calls {tool_call.name}", f"{arguments} ({tool_call.call_id})")
+
+
+def _told(call: CallRecord) -> str:
+    """What the harness tells of a call, and how its answer ended."""
+    parts = [] if call.purpose is CallPurpose.TURN else [f"made for: {call.purpose}"]
+    if call.agent_id:
+        parts.append(f"agent {call.agent_id}" + (f" of {call.parent_agent_id}" if call.parent_agent_id else ""))
+    if call.stop_string:
+        parts.append(f"ended by the stop string {call.stop_string!r}")
+    if call.answer is not None and call.answer.num_malformed_calls:
+        parts.append(f"{call.answer.num_malformed_calls} malformed tool calls in the text")
+    return ", ".join(parts)
+
+
+def _show_part(console: Console, what: str, text: str) -> None:
+    console.print(f"[dim]{escape(visible(what))}:[/dim]", end=" ")
+    console.print(visible(text), markup=False, highlight=False)
 
 
 def call_data(row: CallRow, run: RunCalls, *, tokens: bool) -> dict[str, Any]:
@@ -122,12 +150,18 @@ def call_data(row: CallRow, run: RunCalls, *, tokens: bool) -> dict[str, Any]:
         "finish_reason": call.finish_reason,
         "trainable": call.trainable,
         "agent_id": call.agent_id,
+        "parent_agent_id": call.parent_agent_id,
+        "purpose": str(call.purpose),
         "cells": list(call.cells),
         "started_at_s": call.started_at_s,
         "ended_at_s": call.ended_at_s,
         "requested_sampling": call.requested_sampling,
+        "sampling": None if call.sampling is None else asdict(call.sampling),
+        "request": {name: value for name, value in call.request.items() if name not in ("messages", "tools")},
         "new_messages": list(call.request.get("messages", ()))[row.num_shared_messages :],
         "output_text": call.output_text,
+        "answer": None if call.answer is None else asdict(call.answer),
+        "stop_string": call.stop_string,
     }
     if tokens:
         data["new_prompt_ids"] = row.new_prompt_ids.tolist()
@@ -155,6 +189,7 @@ def tree_of(summary: RunSummary, view: TreeView) -> Tree:
 _BRANCH_TEXT = {
     "compaction": "compaction: the main conversation begins anew",
     "subagent": "subagent",
+    "side": "side call",
     "summary": "summary",
     "retry": "retry: asked again later",
     "branch": "branch",

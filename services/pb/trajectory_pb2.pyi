@@ -422,11 +422,24 @@ class Call(_message.Message):
     NUM_SHARED_MESSAGES_FIELD_NUMBER: _builtins.int
     SHARES_TOOLS_FIELD_NUMBER: _builtins.int
     AGENT_ID_FIELD_NUMBER: _builtins.int
+    PARENT_AGENT_ID_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
+    SAMPLING_JSON_FIELD_NUMBER: _builtins.int
     ordinal: _builtins.int
     num_prompt_tokens: _builtins.int
     num_shared_messages: _builtins.int
     shares_tools: _builtins.bool
     agent_id: _builtins.str
+    """The harness's agent that made the call, and the one that made that; empty where it does not name them."""
+    parent_agent_id: _builtins.str
+    purpose: _builtins.str
+    """turn, compaction or side: what the harness tells. Empty means turn."""
+    stop_string: _builtins.str
+    """The stop string that ended the answer."""
+    sampling_json: _builtins.str
+    """The sampling that held, as JSON; empty where it was not kept. What was asked for is in the record."""
     @_builtins.property
     def record(self) -> _records_pb2.CallRecord:
         """prompt_ids is empty. request_json holds the messages behind the first num_shared_messages of the parent's request,
@@ -435,6 +448,10 @@ class Call(_message.Message):
 
     @_builtins.property
     def new_prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def answer(self) -> Global___Answer:
+        """Unset: the record's output_text is all text."""
+
     def __init__(
         self,
         *,
@@ -445,14 +462,79 @@ class Call(_message.Message):
         num_shared_messages: _builtins.int = ...,
         shares_tools: _builtins.bool = ...,
         agent_id: _builtins.str = ...,
+        parent_agent_id: _builtins.str = ...,
+        purpose: _builtins.str = ...,
+        answer: Global___Answer | None = ...,
+        stop_string: _builtins.str = ...,
+        sampling_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "answer", b"answer", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "new_prompt_ids", b"new_prompt_ids", "num_prompt_tokens", b"num_prompt_tokens", "num_shared_messages", b"num_shared_messages", "ordinal", b"ordinal", "record", b"record", "shares_tools", b"shares_tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_answer", b"_answer", "agent_id", b"agent_id", "answer", b"answer", "new_prompt_ids", b"new_prompt_ids", "num_prompt_tokens", b"num_prompt_tokens", "num_shared_messages", b"num_shared_messages", "ordinal", b"ordinal", "parent_agent_id", b"parent_agent_id", "purpose", b"purpose", "record", b"record", "sampling_json", b"sampling_json", "shares_tools", b"shares_tools", "stop_string", b"stop_string"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__answer: _TypeAlias = _typing.Literal["answer"]  # noqa: Y015
+    _WhichOneofArgType__answer: _TypeAlias = _typing.Literal["_answer", b"_answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__answer) -> _WhichOneofReturnType__answer | None: ...
+
+Global___Call: _TypeAlias = Call  # noqa: Y015
+
+@_typing.final
+class Answer(_message.Message):
+    """An answer told apart, as the harness saw it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_MALFORMED_CALLS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    reasoning: _builtins.str
+    num_malformed_calls: _builtins.int
+    """What began as tool calls but could not be read; it is part of text."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        num_malformed_calls: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_malformed_calls", b"num_malformed_calls", "reasoning", b"reasoning", "text", b"text", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Call: _TypeAlias = Call  # noqa: Y015
+Global___Answer: _TypeAlias = Answer  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    name: _builtins.str
+    arguments_json: _builtins.str
+    """A JSON object."""
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "call_id", b"call_id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class GetTreeRequest(_message.Message):
@@ -499,7 +581,7 @@ class TreeNode(_message.Message):
     parent_call_id: _builtins.str
     """Unset for a call that begins a conversation."""
     role: _builtins.str
-    """main, main_summary, subagent or subagent_summary."""
+    """main, main_summary, subagent, subagent_summary or side."""
     fate: _builtins.str
     """What became of its sampled tokens: target, left_out, not_trainable, superseded, open or nothing."""
     num_fresh_prompt_tokens: _builtins.int

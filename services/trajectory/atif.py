@@ -5,20 +5,20 @@ the models of the Python package ``harbor`` 0.26.
 
 One document holds one conversation in steps. The first path of the main conversation is the run's document; further
 ones (behind a compaction, or other ways on) are its continuations, in which the steps that an earlier document holds
-are marked as copied; the paths of summaries and subagents are embedded in the run's document.
+are marked as copied; the paths of summaries, subagents and side calls are embedded in the run's document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from services.trajectory.encoding import CallRow
-from services.trajectory.export import ScoreFacts, full_messages
+from services.trajectory.export import ScoreFacts, answer_message, full_messages
 from services.trajectory.paths import Fate, RunCalls, Trajectory, trajectories_of
-from services.trajectory.types import CallRole, RunSummary
+from services.trajectory.types import CallRecord, CallRole, RunSummary
 
 SCHEMA_VERSION = "ATIF-v1.7"
 
@@ -108,7 +108,8 @@ class _Maker:
                 steps[-1].setdefault("observation", {"results": []})["results"].append(_result(message, steps[-1]))
                 continue
             call = by_answer.get(at) if message["role"] == "assistant" else None
-            steps.append(self._step(len(steps) + 1, message, call))
+            said = message if call is None else _as_said(call.record, message)
+            steps.append(self._step(len(steps) + 1, said, call))
         return steps
 
     def _step(self, step_id: int, message: Mapping[str, Any], call: CallRow | None) -> dict[str, Any]:
@@ -147,10 +148,30 @@ class _Maker:
             "role": str(self._run.roles[record.call_id]),
             "is_target": fate == Fate.TARGET and "is_copied_context" not in step,
             "fate": str(fate),
+            "purpose": str(record.purpose),
+            "agent_id": record.agent_id,
+            "parent_agent_id": record.parent_agent_id,
             "finish_reason": record.finish_reason,
+            "stop_string": record.stop_string,
+            "num_malformed_calls": 0 if record.answer is None else record.answer.num_malformed_calls,
+            "sampling": None if record.sampling is None else asdict(record.sampling),
             "version_spans": [[span.version, span.num_tokens] for span in record.version_spans],
         }
         return step
+
+
+def _as_said(record: CallRecord, sent: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An answer as it was generated: harnesses drop reasoning from what they send back, and write it anew.
+
+    Its tool calls keep the ids that the harness gave them, for its tool messages name those.
+    """
+    if record.answer is None:
+        return sent
+    own = answer_message(record)
+    ids = [call["call_id"] for call in sent.get("tool_calls", ())]
+    if len(ids) == len(own["tool_calls"]):
+        own["tool_calls"] = [{**call, "call_id": given} for call, given in zip(own["tool_calls"], ids, strict=True)]
+    return own
 
 
 def _result(message: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,12 @@ import numpy as np
 from services.common.grpc import DEFAULT_DEADLINE_S, channel, error_from_status
 from services.common.types import VersionSpan
 from services.pb import trajectory_pb2, trajectory_pb2_grpc
+from services.proxy.types import CallPurpose, ParsedAnswer, ToolCall
 from services.trajectory.encoding import CallRow
 from services.trajectory.export import UNFINISHED, GroupFacts, ScoreFacts
 from services.trajectory.outcome import Outcome
 from services.trajectory.paths import Fate
+from services.trajectory.rebuild import sampling_of
 from services.trajectory.store import RunFilter
 from services.trajectory.types import CallRecord, CallRole, RunSelection, RunSummary
 
@@ -220,7 +222,12 @@ def call_from_pb(message: trajectory_pb2.Call, known: dict[str, CallRow]) -> Cal
         started_at_s=given.started_at_s,
         ended_at_s=given.ended_at_s,
         requested_sampling=json.loads(given.requested_sampling_json),
+        sampling=sampling_of(message.sampling_json),
         agent_id=message.agent_id,
+        parent_agent_id=message.parent_agent_id,
+        purpose=CallPurpose(message.purpose or CallPurpose.TURN),
+        answer=_answer_from_pb(message.answer) if message.HasField("answer") else None,
+        stop_string=message.stop_string,
     )
     return CallRow(
         record=record,
@@ -229,4 +236,15 @@ def call_from_pb(message: trajectory_pb2.Call, known: dict[str, CallRow]) -> Cal
         new_prompt_ids=np.array(message.new_prompt_ids, dtype=np.int32),
         num_shared_messages=message.num_shared_messages,
         shares_tools=message.shares_tools,
+    )
+
+
+def _answer_from_pb(answer: trajectory_pb2.Answer) -> ParsedAnswer:
+    return ParsedAnswer(
+        text=answer.text,
+        reasoning=answer.reasoning,
+        tool_calls=tuple(
+            ToolCall(call.call_id, call.name, json.loads(call.arguments_json)) for call in answer.tool_calls
+        ),
+        num_malformed_calls=answer.num_malformed_calls,
     )

@@ -23,6 +23,8 @@ class Branch(StrEnum):
     """The main conversation, begun anew from a summary."""
     SUMMARY = "summary"
     SUBAGENT = "subagent"
+    SIDE = "side"
+    """A title, a memory, a check: no part of the conversation."""
     RETRY = "retry"
     """Left behind by a later request that is the same."""
     BRANCH = "branch"
@@ -92,8 +94,8 @@ class TreeView:
 def draw_tree(run: RunCalls, *, fold: bool = True) -> TreeView:
     """The tree of a run. With ``fold``, long rows of alike calls without a branch are one node.
 
-    A line goes on with the call of the same role that most calls follow; other calls are branches of it. So a long
-    conversation with many side calls stays one straight line.
+    A line goes on with the call of the same role that most calls follow; other calls are branches of it. Nothing but a
+    side call goes on with side calls. So a long conversation with many of them stays one straight line.
     """
     trajectories = trajectories_of(run)
     draws = {one.calls[-1].record.call_id: one.draw for one in trajectories if one.draw is not None}
@@ -143,7 +145,10 @@ class _Lines:
         call_id = row.record.call_id
         children = self._run.children[call_id]
         self._size[call_id] = 1 + sum(self._size[child] for child in children)
-        next_id = max(children, key=lambda child: self._rank(child, call_id), default=None)
+        roles = self._run.roles
+        is_side = roles[call_id] == CallRole.SIDE
+        following = [child for child in children if is_side or roles[child] != CallRole.SIDE]
+        next_id = max(following, key=lambda child: self._rank(child, call_id), default=None)
         branches = tuple(self._line(child, self._branch_of(child)) for child in children if child != next_id)
         line = self._reversed.pop(next_id) if next_id is not None else []
         line.append(self._node(row, branches))
@@ -165,6 +170,8 @@ class _Lines:
                 return Branch.SUMMARY
             case CallRole.SUBAGENT:
                 return Branch.SUBAGENT
+            case CallRole.SIDE:
+                return Branch.SIDE
         return Branch.BRANCH
 
     def _node(self, row: CallRow, branches: tuple[LineView, ...]) -> NodeView:

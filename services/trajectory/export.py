@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,13 @@ from services.common.errors import ConfigError
 from services.trajectory.encoding import CallRow
 from services.trajectory.outcome import Outcome
 from services.trajectory.paths import RunCalls, Trajectory, trajectories_of
-from services.trajectory.types import Logprobs, RunSelection, RunSummary, TokenIds
+from services.trajectory.records import answer_of
+from services.trajectory.types import CallRecord, Logprobs, RunSelection, RunSummary, TokenIds
 
-SCHEMA = "tidegate.trajectory/1"
-"""Name and version of the rows; a reader refuses others."""
+SCHEMA = "tidegate.trajectory/2"
+"""Name and version of the rows; a reader refuses others but ``EARLIER_SCHEMAS``."""
+EARLIER_SCHEMAS = ("tidegate.trajectory/1",)
+"""Version 1 had the last answer as one text, tool calls and reasoning unparsed, and knew less of each call."""
 NOT_SAMPLED = -1
 """The version of a token that no policy sampled."""
 UNFINISHED = "unfinished"
@@ -285,10 +288,16 @@ def _call_part(
         "finish_reason": record.finish_reason,
         "trainable": record.trainable,
         "agent_id": record.agent_id,
+        "parent_agent_id": record.parent_agent_id,
+        "purpose": str(record.purpose),
         "cells": list(record.cells),
         "started_at_s": record.started_at_s,
         "ended_at_s": record.ended_at_s,
         "output_text": record.output_text,
+        "answer": None if record.answer is None else openai_message(answer_message(record)),
+        "num_malformed_calls": 0 if record.answer is None else record.answer.num_malformed_calls,
+        "stop_string": record.stop_string,
+        "sampling": None if record.sampling is None else json.dumps(asdict(record.sampling)),
         "requested_sampling": json.dumps(record.requested_sampling, sort_keys=True),
         "request": json.dumps(request, sort_keys=True),
     }
@@ -313,8 +322,14 @@ def full_messages(calls: Sequence[CallRow]) -> list[dict[str, Any]]:
     if not calls:
         return []
     last = calls[-1].record
-    answer = [{"role": "assistant", "content": last.output_text}] if len(last.output_ids) or last.output_text else []
+    answer = [answer_message(last)] if len(last.output_ids) or last.output_text else []
     return [*last.request.get("messages", ()), *answer]
+
+
+def answer_message(record: CallRecord) -> dict[str, Any]:
+    """The answer of a call as a canonical message: reasoning, text and tool calls apart, as its harness saw them."""
+    message = asdict(answer_of(record))
+    return {**message, "tool_calls": list(message["tool_calls"])}
 
 
 def openai_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -327,13 +342,22 @@ def openai_message(message: Mapping[str, Any]) -> dict[str, Any]:
             {
                 "id": call["call_id"],
                 "type": "function",
-                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
+                "function": {"name": call["name"], "arguments": _arguments_json(call["arguments"])},
             }
             for call in message["tool_calls"]
         ]
     if message.get("tool_call_id"):
         given["tool_call_id"] = message["tool_call_id"]
     return given
+
+
+def _arguments_json(arguments: Mapping[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a character: escaped, it survives in every file
+        return json.dumps(arguments)
+    return text
 
 
 def wanted(summaries: Iterable[RunSummary], filters: ExportFilter) -> list[RunSummary]:

@@ -95,11 +95,15 @@ _CALL = pa.struct(
         _number("num_messages", pa.int32()),
         _text("finish_reason"),
         _number("trainable", pa.bool_()),
-        _text("agent_id"),
+        *(_text(name) for name in ("agent_id", "parent_agent_id", "purpose")),
         pa.field("cells", pa.list_(pa.string()), nullable=False),
         _number("started_at_s", pa.float64()),
         _number("ended_at_s", pa.float64()),
         _text("output_text"),
+        pa.field("answer", _MESSAGE),
+        _number("num_malformed_calls", pa.int32()),
+        _text("stop_string"),
+        pa.field("sampling", pa.string()),
         _text("requested_sampling"),
         _text("request"),
     ]
@@ -263,6 +267,9 @@ def _parquet_row(batch: pa.RecordBatch, at: int) -> dict[str, Any]:
             row[name] = value.as_py()
     if isinstance(row.get("messages"), list):
         row["messages"] = [_without_nulls(message) for message in row["messages"]]
+    for call in row.get("calls") or ():
+        if isinstance(call, dict) and "answer" in call:
+            call["answer"] = _without_nulls(call["answer"])
     for name in _JSON_TEXTS:
         with contextlib.suppress(ValueError, TypeError):
             row[name] = json.loads(row[name])

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from services.common.types import VersionSpan
-from services.rollout.types import RunResult
+from services.proxy.types import CallPurpose, ParsedAnswer, ToolCall
+from services.rollout.types import RunResult, Sampling
 from services.trajectory.encoding import CallRow
 from services.trajectory.export import TrajectoryRow
 from services.trajectory.outcome import Outcome
@@ -122,6 +123,26 @@ def canonical_message(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def sampling_of(text: str | None) -> Sampling | None:
+    """The sampling of a call from its JSON; None for none."""
+    if not text:
+        return None
+    given = json.loads(text)
+    return Sampling(**{**given, "stop": tuple(given.get("stop", ()))})
+
+
+def _answer(part: Mapping[str, Any]) -> ParsedAnswer | None:
+    if part["answer"] is None:
+        return None
+    message = canonical_message(part["answer"])
+    return ParsedAnswer(
+        text=message["content"],
+        reasoning=message["reasoning"],
+        tool_calls=tuple(ToolCall(**call) for call in message["tool_calls"]),
+        num_malformed_calls=part["num_malformed_calls"],
+    )
+
+
 def _call(
     row: TrajectoryRow, part: Mapping[str, Any], messages: Sequence[dict[str, Any]], parent: CallRow | None
 ) -> CallRow:
@@ -150,7 +171,12 @@ def _call(
         started_at_s=part["started_at_s"],
         ended_at_s=part["ended_at_s"],
         requested_sampling=json.loads(part["requested_sampling"]),
+        sampling=sampling_of(part["sampling"]),
         agent_id=part["agent_id"],
+        parent_agent_id=part["parent_agent_id"],
+        purpose=CallPurpose(part["purpose"]),
+        answer=_answer(part),
+        stop_string=part["stop_string"],
     )
     above = None if parent is None else parent.record.request
     return CallRow(

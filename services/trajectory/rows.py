@@ -11,10 +11,21 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    TypeAdapter,
+    ValidationError,
+)
 
 from services.common.errors import ConfigError
-from services.trajectory.export import NOT_SAMPLED, SCHEMA, GroupFacts, TrajectoryRow
+from services.proxy.types import CallPurpose
+from services.rollout.types import Sampling
+from services.trajectory.export import EARLIER_SCHEMAS, NOT_SAMPLED, SCHEMA, GroupFacts, TrajectoryRow
 from services.trajectory.outcome import Outcome
 from services.trajectory.paths import Fate
 from services.trajectory.types import CallRole, LossReason
@@ -47,29 +58,36 @@ _Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Ids become names of files and stand in terminals."""
 
 
-class _Call(_Model):
-    call_id: _Id
-    ordinal: NonNegativeInt
-    role: Annotated[str, _one_of(CallRole)]
-    fate: Annotated[str, _one_of(Fate)]
-    is_target: bool
-    start: Annotated[int, Field(ge=1)]
-    num_sampled_tokens: NonNegativeInt
-    num_messages: NonNegativeInt
-    finish_reason: Literal["stop", "length", "abort"]
-    trainable: bool
-    agent_id: str
-    cells: list[str]
-    started_at_s: FiniteFloat
-    ended_at_s: FiniteFloat
-    output_text: str
-    requested_sampling: str
-    request: str
+def _object_text(text: str) -> str:
+    """JSON of an object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return text
+
+
+_ObjectText = Annotated[str, AfterValidator(_object_text)]
+_SAMPLING = TypeAdapter(Sampling)
+
+
+def _sampling_text(text: str) -> str:
+    """JSON of a ``Sampling``."""
+    try:
+        _SAMPLING.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"it is no sampling ({error.errors()[0]['msg']})") from None
+    unknown = json.loads(text).keys() - {one.name for one in fields(Sampling)}
+    if unknown:
+        raise ValueError(f"no sampling has {', '.join(sorted(unknown))}")
+    return text
 
 
 class _Function(_Model):
     name: str
-    arguments: str
+    arguments: _ObjectText
 
 
 class _ToolCall(_Model):
@@ -84,6 +102,40 @@ class _Message(_Model):
     reasoning_content: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
+
+
+class _Answer(_Message):
+    role: Literal["assistant"]
+
+
+class _Call(_Model):
+    call_id: _Id
+    ordinal: NonNegativeInt
+    role: Annotated[str, _one_of(CallRole)]
+    fate: Annotated[str, _one_of(Fate)]
+    is_target: bool
+    start: Annotated[int, Field(ge=1)]
+    num_sampled_tokens: NonNegativeInt
+    num_messages: NonNegativeInt
+    finish_reason: Literal["stop", "length", "abort"]
+    trainable: bool
+    agent_id: str
+    parent_agent_id: str = ""
+    purpose: Annotated[str, _one_of(CallPurpose)] = str(CallPurpose.TURN)
+    cells: list[str]
+    started_at_s: FiniteFloat
+    ended_at_s: FiniteFloat
+    output_text: str
+    answer: _Answer | None = None
+    num_malformed_calls: NonNegativeInt = 0
+    stop_string: str = ""
+    sampling: Annotated[str, AfterValidator(_sampling_text)] | None = None
+    requested_sampling: _ObjectText
+    request: _ObjectText
+
+
+_NEW_IN_CALLS = {name: one.default for name, one in _Call.model_fields.items() if not one.is_required()}
+"""What calls of earlier schemas do not tell."""
 
 
 class _LeftOut(_Model):
@@ -153,7 +205,7 @@ def plain(row: TrajectoryRow) -> dict[str, Any]:
 
 def row_of(data: Mapping[str, Any]) -> TrajectoryRow:
     """A row from plain data, checked. ``ConfigError`` with what is wrong."""
-    if data.get("schema") != SCHEMA:
+    if data.get("schema") not in (SCHEMA, *EARLIER_SCHEMAS):
         raise ConfigError(f"its schema is {data.get('schema')!r}, not {SCHEMA!r}.")
     given = {name: value for name, value in data.items() if name != "schema"}
     arrays = {name: _array(name, given.pop(name, None), kind) for name, kind in ARRAYS.items()}
@@ -164,7 +216,8 @@ def row_of(data: Mapping[str, Any]) -> TrajectoryRow:
         place = ".".join(str(part) for part in first["loc"])
         said = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{place}: {said} (found {_short(first['input'])}).") from None
-    row = TrajectoryRow(**{**given, **arrays, "group": GroupFacts(**given["group"])})
+    calls = [{**_NEW_IN_CALLS, **call} for call in given["calls"]]
+    row = TrajectoryRow(**{**given, **arrays, "calls": calls, "group": GroupFacts(**given["group"])})
     _check_lengths(row)
     _check_selection(row, checked)
     _check_calls(row)
@@ -222,8 +275,6 @@ def _check_calls(row: TrajectoryRow) -> None:
             raise ConfigError(f"call {call['call_id']} does not follow the one before it, or ends behind the row.")
         if call["num_messages"] > len(row.messages):
             raise ConfigError(f"call {call['call_id']} had {call['num_messages']} messages, the row has fewer.")
-        for name in ("request", "requested_sampling"):
-            _json_object(call[name], f"{name} of call {call['call_id']}")
         sampled[start:stop] = True
         targets[start:stop] = call["is_target"]
         end, ordinal = stop, call["ordinal"]
@@ -235,16 +286,6 @@ def _check_calls(row: TrajectoryRow) -> None:
         raise ConfigError("target_mask does not stand exactly where the calls that are targets sampled.")
     if row.logprobs[~sampled].any():
         raise ConfigError("a token that was not sampled has a log-probability.")
-
-
-def _json_object(text: str, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{what} is no JSON object.")
-    return found
 
 
 def _short(value: Any) -> str:

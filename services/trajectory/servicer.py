@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from services.common.errors import ConfigError, NotFoundError
 from services.common.grpc import errors_as_status, stream_errors_as_status
 from services.common.ids import RunId, group_of
 from services.pb import common_pb2, records_pb2, trajectory_pb2, trajectory_pb2_grpc
+from services.proxy.types import ParsedAnswer
 from services.trajectory.encoding import CallRow
 from services.trajectory.export import GroupFacts, ScoreFacts
 from services.trajectory.paths import RunCalls, calls_of_run, trajectories_of
@@ -278,6 +280,25 @@ def call_to_pb(row: CallRow) -> trajectory_pb2.Call:
         num_shared_messages=row.num_shared_messages,
         shares_tools=row.shares_tools,
         agent_id=_text(record.agent_id),
+        parent_agent_id=_text(record.parent_agent_id),
+        purpose=str(record.purpose),
+        answer=None if record.answer is None else answer_to_pb(record.answer),
+        stop_string=_text(record.stop_string),
+        sampling_json="" if record.sampling is None else json.dumps(asdict(record.sampling)),
+    )
+
+
+def answer_to_pb(answer: ParsedAnswer) -> trajectory_pb2.Answer:
+    return trajectory_pb2.Answer(
+        text=_text(answer.text),
+        reasoning=_text(answer.reasoning),
+        tool_calls=[
+            trajectory_pb2.ToolCall(
+                call_id=_text(call.call_id), name=_text(call.name), arguments_json=json.dumps(call.arguments)
+            )
+            for call in answer.tool_calls
+        ],
+        num_malformed_calls=answer.num_malformed_calls,
     )
 
 

@@ -19,6 +19,7 @@ from services.scheduler.actor import JobScheduler
 from tests.unit.scheduler.long_runs import LongRuns
 from tests.unit.scheduler.world import options
 from tests.unit.trajectory.stored_job import RICH, make_job
+from tests.unit.trajectory.told_job import LOOKED, LOOKED_RAW, RUN, make_told_job
 
 TOKEN = "token-of-this-test"
 
@@ -51,6 +52,14 @@ async def live(job: Path) -> AsyncIterator[str]:
     (job / "grpc-token").write_text(TOKEN + "\n")
     yield address
     await scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a job whose answers were told apart."""
+    folder = tmp_path_factory.mktemp("told") / "job"
+    asyncio.run(make_told_job(folder))
+    return str(folder)
 
 
 def tidegate(*arguments: str, **env: str) -> click.testing.Result:
@@ -127,6 +136,34 @@ def test_a_shown_run_is_json_for_scripts(job: Path) -> None:
     assert tidegate("show", RICH, "--tokens").exit_code == 2
 
 
+def test_reasoning_text_and_tool_calls_are_shown_apart(told: str) -> None:
+    output = squeezed(done("show", RUN, "--job", told))
+    at = output.index("user: count the files")
+    assert output[at - 1 : at + 5] == [
+        "agent root, 1 malformed tool calls in the text",
+        "user: count the files",
+        "reasoning: what is there?",
+        "assistant: I look.",
+        'calls bash: {"command": "ls"} (call_1)',
+        r'calls bash: {"command": "wc", "text": "\udcff"} (call_2)',
+    ]
+    assert "made for: side, agent root" in output
+    assert "agent root, ended by the stop string '</answer>'" in output
+    assert not any("<think>" in line for line in output)
+
+
+def test_scripts_get_the_raw_text_and_the_answer(told: str) -> None:
+    first, title, helper, last = json.loads(done("show", RUN, "--job", told, "--json"))["calls"]
+    assert first["output_text"] == LOOKED_RAW
+    assert (first["answer"]["text"], first["answer"]["reasoning"]) == (LOOKED.text, LOOKED.reasoning)
+    assert [call["name"] for call in first["answer"]["tool_calls"]] == ["bash", "bash"]
+    assert (title["purpose"], title["role"], title["answer"]) == ("side", "side", None)
+    assert (helper["agent_id"], helper["parent_agent_id"]) == ("helper", "root")
+    assert (last["stop_string"], last["sampling"]["max_tokens"]) == ("</answer>", 32)
+    assert first["request"]["tool_choice"] == {"mode": "auto", "name": "", "is_parallel": False}
+    assert "messages" not in first["request"]
+
+
 # -- tree -------------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +183,12 @@ def test_a_tree_shows_branches_roles_and_what_was_selected(job: Path) -> None:
     assert any(
         line.startswith("tokens 575 unique; 819 in all trajectories flattened, 1.42 times") for line in squeezed(output)
     )
+
+
+def test_side_calls_are_drawn_as_such(told: str) -> None:
+    output = squeezed(done("tree", RUN, "--job", told))
+    at = output.index("├── side call")
+    assert output[at + 1] == "│ └── a0-c1 side +18 prompt, 9 sampled v3 stop not trainable"
 
 
 def test_long_conversations_are_folded_unless_all_is_asked_for(job: Path) -> None:

@@ -196,3 +196,18 @@ def test_versions_are_those_of_the_spans() -> None:
     run = calls_of_run([replace(row, record=replace(row.record, version_spans=spans))], None)
     (node,) = nodes_of(draw_tree(run))
     assert (node.version_min, node.version_max) == (5, 7)
+
+
+def test_no_conversation_goes_on_with_a_side_call_but_that_of_side_calls() -> None:
+    calls = [
+        *chain(2),
+        make_call("title", "c1", [9], [9], ordinal=2),
+        make_call("title2", "title", [9], [9], ordinal=3),
+        make_call("check", None, [8], [8], ordinal=4),
+    ]
+    sides = dict.fromkeys(("title", "title2", "check"), CallRole.SIDE)
+    main, check = draw_tree(run_for(*calls, **sides)).lines
+    assert [node.call_id for node in main.nodes] == ["c0", "c1"]
+    (titles,) = main.nodes[-1].branches
+    assert (titles.branch, [node.call_id for node in titles.nodes]) == (Branch.SIDE, ["title", "title2"])
+    assert (main.branch, check.branch) == (Branch.FIRST, Branch.SIDE)
