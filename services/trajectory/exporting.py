@@ -72,7 +72,7 @@ def _taker(
             for name, document in documents.items():
                 if Path(name).name != name:  # runs may come from another machine
                     raise ConfigError(f"run {summary.run_id!r} has an id that names no file.", "Export it as JSONL.")
-                (part / name).write_bytes(json_bytes(document))
+                (part / name).write_bytes(json_bytes(document, for_any_reader=True))
                 report.num_trajectories += 1 + len(document.get("subagent_trajectories", ()))
             report.num_tokens += run.num_tokens
             report.num_targets += 0 if run.selection is None else run.selection.num_targets

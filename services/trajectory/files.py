@@ -40,11 +40,16 @@ class RowWriter(Protocol):
     def close(self) -> None: ...
 
 
-def json_bytes(data: Mapping[str, Any]) -> bytes:
-    """JSON in UTF-8. Harnesses may send lone surrogates, which are escaped, and numbers that are none: null."""
+def json_bytes(data: Mapping[str, Any], *, for_any_reader: bool = False) -> bytes:
+    """JSON in UTF-8. Harnesses may send numbers that are none, which become null, and lone surrogates.
+
+    These are escaped; ``for_any_reader``: they become question marks, for strict readers of JSON refuse them.
+    """
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except ValueError:
+    except ValueError as error:
+        if for_any_reader and isinstance(error, UnicodeEncodeError):
+            return json_bytes(_plain_text(data))
         finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
         return json.dumps(finite, separators=(",", ":")).encode()
 
@@ -197,12 +202,12 @@ class ParquetWriter:
 
 
 def _plain_text(value: Any) -> Any:
-    """Text as Parquet takes it: lone surrogates, which harnesses may send, become question marks."""
+    """Text as any reader takes it: lone surrogates, which harnesses may send, become question marks."""
     match value:
         case str():
             return value.encode("utf-8", "replace").decode("utf-8")
         case dict():
-            return {name: _plain_text(one) for name, one in value.items()}
+            return {_plain_text(name): _plain_text(one) for name, one in value.items()}
         case list():
             return [_plain_text(one) for one in value]
     return value

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -232,6 +233,14 @@ def test_steps_say_what_was_generated_under_the_ids_that_the_harness_uses(told: 
     extra = embedded["side"]["extra"]
     assert (extra["purpose"], extra["agent_id"], extra["is_target"]) == ("side", "root", False)
     assert embedded["subagent"]["extra"]["parent_agent_id"] == "root"
+
+
+def test_documents_hold_no_half_characters_which_strict_readers_refuse(told: Path, tmp_path: Path) -> None:
+    export(told / "job", tmp_path / "out", Format.ATIF)
+    (file,) = (tmp_path / "out").iterdir()
+    document = pydantic_core.from_json(file.read_bytes())
+    looked = next(step for step in document["steps"] if "tool_calls" in step)
+    assert looked["tool_calls"][1]["arguments"] == {"command": "wc", "text": "?"}
 
 
 # -- gRPC and the tree ------------------------------------------------------------------------------------------------
