@@ -384,6 +384,6 @@ def _record(call: _Generation, parsed: ParsedAnswer, started_at_s: float) -> Cal
         started_at_s=started_at_s,
         ended_at_s=time.time(),
         sampling=ticket.sampling,
-        answer=parsed if parsed.reasoning or parsed.tool_calls or parsed.text != answer.text else None,
+        answer=None if parsed == ParsedAnswer(answer.text) else parsed,
         stop_string=answer.stop_string,
     )
