@@ -136,6 +136,7 @@ def pi(
 
 def mini(url: str, key: str, task: str, model: str, model_class: str = "litellm") -> Client:
     """mini-swe-agent over LiteLLM; ``model`` names the provider, ``litellm_response`` the Responses API."""
+    start = (executable("mini"), "-m", "minisweagent.run.mini", "--exit-immediately", "-y")
     encodings = next((harness_dir() / "mini" / "lib").glob("*/site-packages/litellm/litellm_core_utils/tokenizers"))
     env = {
         "TIKTOKEN_CACHE_DIR": str(encodings),  # else LiteLLM fetches them, where it answers in Anthropic's form
@@ -148,7 +149,6 @@ def mini(url: str, key: str, task: str, model: str, model_class: str = "litellm"
         "MSWEA_SILENT_STARTUP": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    start = (executable("mini"), "-m", "minisweagent.run.mini", "--exit-immediately", "-y")
     options = (
         "-m",
         model,

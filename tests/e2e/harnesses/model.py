@@ -24,9 +24,11 @@ from tests.unit.proxy.templates import TOOLS_AND_REASONING
 MAIN, SUB = "TIDE-MAIN", "TIDE-SUB"
 """Stand in the prompts of the main task and of the delegated one."""
 TASK = f"{MAIN}: write the numbers one and two to tide.txt, one a line, then the word sub to sub.txt and say so."
-DELEGATED = f"{SUB}: create the file sub.txt with the word sub in it and report when the file is there."
+DELEGATED = f"{SUB}: create the file {{0}}.txt with the word {{0}} in it and report when the file is there."
+HELPERS = ("sub", "also")
+"""What the agents are asked to write, one each."""
 FINAL = "All is done: the tide has turned."
-SUB_FINAL = "The file sub.txt is there with its word in it."
+SUB_FINAL = "The file is there with its word in it."
 TITLE = "Turning tide"
 STATE = "TIDE-STATE"
 """Stands in summaries, with the number of turns that are done."""
@@ -158,7 +160,8 @@ class Script:
 
     finish_command: str = ""
     """A shell command that ends the work; empty: an answer without calls does."""
-    can_delegate: bool = False
+    num_helpers: int = 0
+    """So many other agents do a part of the work, side by side; 0: the harness has no such tool."""
     waits: bool = False
     """Delegating only starts the other agent; its answer must be waited for."""
     reasons: bool = True
@@ -184,7 +187,7 @@ class Script:
     @property
     def main_steps(self) -> tuple[str, ...]:
         """The turns of the main conversation."""
-        delegated = ("delegate", *(("wait",) if self.waits else ())) if self.can_delegate else ()
+        delegated = ("delegate", *(("wait",) if self.waits else ())) if self.num_helpers else ()
         return ("one", "two", *delegated, "several", "look", "end")
 
     def _main(self, seen: Seen, num_done: int) -> str:
@@ -195,22 +198,26 @@ class Script:
         if step == "two":
             return self._think('Then "two" — with quotes & ünïcode.') + shell('printf "%s\\n" "two" >> tide.txt')
         if step == "delegate":
-            return "Another agent shall do this.\n" + call_agent(seen.tools, DELEGATED)
+            prompts = map(DELEGATED.format, HELPERS[: self.num_helpers])
+            return "Others shall do this.\n" + "\n".join(call_agent(seen.tools, prompt) for prompt in prompts)
         if step == "wait":
-            return call_wait(seen.tools, re.findall(_UUID, seen.results[-1])[0])
+            agents = [re.findall(_UUID, result)[0] for result in seen.results[-self.num_helpers :]]
+            return "\n".join(call_wait(seen.tools, agent) for agent in agents)
         if step == "several":
             commands = ["cat tide.txt | wc -l > count.txt", "echo 'a <b> & \"c\"' > odd.txt"]
-            commands += [] if self.can_delegate else ["echo sub > sub.txt"]
+            commands += [] if self.num_helpers else ["echo sub > sub.txt"]
             return "Now several things.\n" + "\n".join(map(shell, commands))
         if step == "look":
             return self._think("Is it all there?") + "I look at it.\n" + shell("cat tide.txt")
         return f"{FINAL}\n" + shell(self.finish_command) if self.finish_command else self._think("It is.") + FINAL
 
     def _sub(self, seen: Seen, num_done: int) -> str:
+        asked = next(turn.text for turn in reversed(seen.turns) if turn.role == "user" and f"{SUB}:" in turn.text)
+        word = re.findall(r"create the file (\w+)\.txt", asked)[-1]
         if num_done == 0:
-            return self._think("I was asked for sub.") + call_shell(seen.tools, "echo sub > sub.txt")
+            return self._think(f"I was asked for {word}.") + call_shell(seen.tools, f"echo {word} > {word}.txt")
         if num_done == 1:
-            return "I check it.\n" + call_shell(seen.tools, "cat sub.txt")
+            return "I check it.\n" + call_shell(seen.tools, f"cat {word}.txt")
         return SUB_FINAL
 
     def _think(self, thought: str) -> str:

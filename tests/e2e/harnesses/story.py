@@ -11,7 +11,7 @@ from pathlib import Path
 from scripts.install_harnesses import NPM_HARNESSES
 from services.trajectory.types import CallRole
 from tests.e2e.harnesses.clients import Client, Ended, start
-from tests.e2e.harnesses.model import FINAL, TASK, Script
+from tests.e2e.harnesses.model import FINAL, HELPERS, TASK, Script
 from tests.e2e.harnesses.world import Recorded, World, harness_world
 
 DONE = {"tide.txt": "one\ntwo\n", "count.txt": "2\n", "odd.txt": 'a <b> & "c"\n', "sub.txt": "sub\n"}
@@ -62,7 +62,7 @@ def expected_roles(script: Script, num_side_calls: int = 0, num_summaries: int =
         {
             CallRole.MAIN: len(script.main_steps),
             CallRole.MAIN_SUMMARY: num_summaries,
-            CallRole.SUBAGENT: NUM_SUB_CALLS if script.can_delegate else 0,
+            CallRole.SUBAGENT: NUM_SUB_CALLS * script.num_helpers,
             CallRole.SIDE: num_side_calls,
         }
     )
@@ -75,18 +75,19 @@ async def do_the_task(
     *,
     api: str,
     num_side_calls: int = 0,
-    timeout_s: float = 120,
-) -> tuple[Ended, Recorded]:
+    timeout_s: float = 240,
+) -> Recorded:
     """From the first request to the last: the work is done, said to be done, and recorded as it went."""
     async with harness_world(folder, script) as world:
         ended, seconds = await run(client(world), folder, timeout_s)
-        num_agents = 2 if script.can_delegate else 1
-        recorded = world.check(num_conversations=num_agents + num_side_calls)
+        recorded = world.check(num_conversations=1 + script.num_helpers + num_side_calls)
         assert recorded.roles == +expected_roles(script, num_side_calls), world.describe()
         assert len(world.cell.generated) == len(recorded.calls), "no call was made twice or in vain"
     check_work(ended)
+    for word in HELPERS[: script.num_helpers]:
+        assert ended.file(f"{word}.txt") == f"{word}\n"
     REPORT.append(row(client(world).name, api, recorded, seconds))
-    return ended, recorded
+    return recorded
 
 
 async def outlive_a_cut(
@@ -100,7 +101,7 @@ async def outlive_a_cut(
     is_streaming: bool = True,
     num_left_behind: int = 0,
     call_timeout_s: float = 2,
-    timeout_s: float = 180,
+    timeout_s: float = 240,
 ) -> Recorded:
     """A cell is lost for good in the middle of an answer. The harness asks again, and nothing is sampled twice."""
     async with harness_world(folder, script, loses=loses, call_timeout_s=call_timeout_s) as world:
@@ -124,7 +125,8 @@ async def compact(
     num_main_calls: int,
     too_long: int = 3,
     num_side_calls: int = 0,
-    timeout_s: float = 120,
+    exit_code: int = 0,
+    timeout_s: float = 240,
 ) -> Recorded:
     """A prompt is too long. The harness has a summary made, and goes on from that."""
     async with harness_world(folder, script, too_long=too_long) as world:
@@ -135,7 +137,7 @@ async def compact(
         assert recorded.roles == +expected, world.describe()
         refused = [one.status for one in world.model_posts() if one.status != 200]
         assert refused == [400]
-    check_work(ended)
+    check_work(ended, exit_code)
     REPORT.append(row(client(world).name, f"{api}, with a compaction", recorded, seconds))
     return recorded
 
@@ -147,12 +149,12 @@ async def run(client: Client, folder: Path, timeout_s: float) -> tuple[Ended, fl
     return ended, time.monotonic() - began_s
 
 
-def check_work(ended: Ended) -> None:
+def check_work(ended: Ended, exit_code: int = 0) -> None:
     """The files are there, and the harness passed the model's last words on."""
     for name, content in DONE.items():
         assert ended.file(name) == content, f"{name}\n{ended}"
     assert FINAL in ended.output, ended
-    assert ended.exit_code == 0, ended
+    assert ended.exit_code == exit_code, ended
 
 
 def row(harness: str, api: str, recorded: Recorded, seconds: float) -> Told:

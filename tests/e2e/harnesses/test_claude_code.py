@@ -14,15 +14,16 @@ from tests.e2e.harnesses.story import TASK, compact, do_the_task, outlive_a_cut
 pytestmark = pytest.mark.harness
 
 
-async def test_claude_code_does_the_task_with_a_subagent(tmp_path: Path) -> None:
-    _, recorded = await do_the_task(
+async def test_claude_code_does_the_task_with_two_subagents(tmp_path: Path) -> None:
+    recorded = await do_the_task(
         lambda world: clients.claude_code(world.url, world.key, TASK),
-        Script(can_delegate=True),
+        Script(num_helpers=2),
         tmp_path,
         api="Anthropic Messages",
     )
     assert {call.agent_id for call in recorded.of_role(CallRole.MAIN)} == {""}
-    assert "" not in {call.agent_id for call in recorded.of_role(CallRole.SUBAGENT)}
+    helpers = {call.agent_id for call in recorded.of_role(CallRole.SUBAGENT)}
+    assert len(helpers - {""}) == 2
 
 
 async def test_claude_code_asks_again_for_a_cut_answer(tmp_path: Path) -> None:

@@ -15,15 +15,16 @@ from tests.e2e.harnesses.world import harness_world
 pytestmark = pytest.mark.harness
 
 
-async def test_codex_does_the_task_with_a_subagent(tmp_path: Path) -> None:
-    _, recorded = await do_the_task(
+async def test_codex_does_the_task_with_two_subagents(tmp_path: Path) -> None:
+    recorded = await do_the_task(
         lambda world: clients.codex(world.url, world.key, TASK),
-        Script(can_delegate=True, waits=True),
+        Script(num_helpers=2, waits=True),
         tmp_path,
         api="Responses",
     )
     assert {call.agent_id for call in recorded.of_role(CallRole.MAIN)} == {""}
-    assert "" not in {call.agent_id for call in recorded.of_role(CallRole.SUBAGENT)}
+    helpers = {call.agent_id for call in recorded.of_role(CallRole.SUBAGENT)}
+    assert len(helpers - {""}) == 2
 
 
 async def test_codex_asks_again_for_a_cut_answer(tmp_path: Path) -> None:

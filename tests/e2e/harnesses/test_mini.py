@@ -27,7 +27,7 @@ async def test_mini_does_the_task(tmp_path: Path, model: str, model_class: str) 
         Script(finish_command=SUBMIT),
         tmp_path,
         api=f"{model}, {model_class}",
-        timeout_s=60,
+        timeout_s=120,
     )
 
 

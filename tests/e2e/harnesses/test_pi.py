@@ -16,7 +16,7 @@ DIALECTS = ["openai-completions", "openai-responses", "anthropic-messages"]
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_pi_does_the_task(tmp_path: Path, dialect: str) -> None:
     await do_the_task(
-        lambda world: clients.pi(world.url, world.key, TASK, dialect), Script(), tmp_path, api=dialect, timeout_s=60
+        lambda world: clients.pi(world.url, world.key, TASK, dialect), Script(), tmp_path, api=dialect, timeout_s=120
     )
 
 
@@ -28,7 +28,7 @@ async def test_pi_of_before_1_0_does_the_task(tmp_path: Path, dialect: str) -> N
         Script(),
         tmp_path,
         api=dialect,
-        timeout_s=60,
+        timeout_s=120,
     )
 
 
@@ -38,7 +38,7 @@ async def test_pi_without_reasoning_and_with_the_key_in_its_url(tmp_path: Path) 
         Script(reasons=False),
         tmp_path,
         api="openai-completions, key in the URL",
-        timeout_s=60,
+        timeout_s=120,
     )
 
 
@@ -50,7 +50,7 @@ async def test_pi_takes_no_cut_answer_for_a_whole_one(tmp_path: Path, dialect: s
         tmp_path,
         api=dialect,
         call_timeout_s=1,
-        timeout_s=60,
+        timeout_s=120,
     )
 
 
@@ -65,5 +65,5 @@ async def test_pi_compacts_when_a_prompt_is_too_long(tmp_path: Path, dialect: st
         api=dialect,
         num_conversations=3,
         num_main_calls=len(Script().main_steps) + 1,
-        timeout_s=60,
+        timeout_s=120,
     )

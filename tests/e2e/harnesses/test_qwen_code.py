@@ -13,10 +13,10 @@ from tests.e2e.harnesses.story import TASK, compact, do_the_task, outlive_a_cut
 pytestmark = pytest.mark.harness
 
 
-async def test_qwen_code_does_the_task_with_a_subagent_known_by_content(tmp_path: Path) -> None:
-    _, recorded = await do_the_task(
+async def test_qwen_code_does_the_task_with_two_subagents_known_by_content(tmp_path: Path) -> None:
+    recorded = await do_the_task(
         lambda world: clients.qwen_code(world.url, world.key, TASK),
-        Script(can_delegate=True),
+        Script(num_helpers=2),
         tmp_path,
         api="Chat Completions",
     )
