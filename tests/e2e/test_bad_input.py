@@ -51,6 +51,11 @@ def test_a_taken_port_is_refused(start_job: StartJob) -> None:
         refused(start_job(f"proxy.port={port}"), 3, "proxy.port", str(port))
 
 
+def test_a_certificate_that_is_not_there_is_refused(start_job: StartJob) -> None:
+    refused(start_job("proxy.tls_cert=/nonexistent.pem", "proxy.tls_key=/nonexistent.key"), 2, "proxy.tls_cert")
+    refused(start_job("proxy.tls_cert=/nonexistent.pem"), 2, "set both or neither")
+
+
 def test_a_model_without_a_chat_template_is_refused(start_job: StartJob, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(resolve_model("tiny-qwen3"), model)

@@ -8,7 +8,7 @@ import pytest
 from services.common.errors import JobError, MachineError
 from services.common.ids import JobId
 from services.job import proxy
-from services.job.proxy import ProxyPlace, await_answer, reserved_place
+from services.job.proxy import ProxyPlace, await_answer, reserved_place, serve_running
 from services.proxy.app import create_app
 from services.proxy.backends import Routes
 from services.proxy.config import ProxyConfig
@@ -75,6 +75,54 @@ def test_a_loopback_address_for_runs_on_other_nodes_is_refused(monkeypatch: pyte
         assert place.harness_url == "http://balancer"
     with reserved_place(ProxyConfig(host="0.0.0.0")) as place:
         assert place.harness_url == f"http://10.0.0.5:{place.config.port}"
+
+
+class Serve:
+    """Ray Serve, with the applications of a cluster."""
+
+    def __init__(self, *names: str) -> None:
+        self.applications = dict.fromkeys(names)
+        self.started_with: list[str] = []
+        self.is_shut_down = False
+
+    def status(self) -> Serve:
+        return self
+
+    def start(self, *, proxy_location: str) -> None:
+        self.started_with.append(proxy_location)
+
+    def delete(self, name: str) -> None:
+        del self.applications[name]
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def test_proxies_whose_job_was_killed_are_deleted_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_actor(name: str, _namespace: str) -> object:
+        if name != "living/scheduler":
+            raise ValueError(name)
+        return object()
+
+    serve, cluster = Serve("tidegate-living", "tidegate-killed", "somebody-elses"), Cluster("127.0.0.1")
+    cluster.get_actor = get_actor  # type: ignore[attr-defined]
+    monkeypatch.setattr(proxy, "serve", serve)
+    monkeypatch.setattr(proxy, "ray", cluster)
+    with serve_running(own_cluster=False):
+        assert list(serve.applications) == ["tidegate-living", "somebody-elses"]
+        assert serve.started_with == ["Disabled"]
+    assert not serve.is_shut_down
+
+
+@pytest.mark.parametrize(("own_cluster", "is_shut_down"), [(False, True), (True, False)])
+def test_the_last_job_of_a_shared_cluster_shuts_serve_down(
+    own_cluster: bool, is_shut_down: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = Serve()
+    monkeypatch.setattr(proxy, "serve", serve)
+    with serve_running(own_cluster=own_cluster):
+        pass
+    assert serve.is_shut_down == is_shut_down
 
 
 @pytest.mark.parametrize("tls", [False, True])
