@@ -22,7 +22,7 @@ class ToolFormat:
     """Without one of these behind the last beginning an answer was cut inside a call, though vLLM may read one. Empty:
     the arguments are JSON, and cut JSON is none."""
     holds_json: bool = False
-    """One JSON value stands behind an opener; an answer without all of it was cut too."""
+    """One JSON value stands behind each beginning; an answer without all of the last was cut."""
     inner: tuple[str, ...] = ()
     """Other special tokens of a call."""
     is_plain: bool = False
@@ -58,7 +58,7 @@ _DEEPSEEK = ToolFormat(
 )
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "apertus": ToolFormat(("<|tools_prefix|>",), closers=("<|tools_suffix|>",)),
+    "apertus": ToolFormat(("<|tools_prefix|>",), holds_json=True, inner=("<|tools_suffix|>",)),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "deepseek_v32": ToolFormat(
@@ -87,8 +87,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hy_v3": ToolFormat(),
     "hy_v4": ToolFormat(),
     "inkling": ToolFormat(
+        begins=("<|content_invoke_tool_json|>",),
+        holds_json=True,
         inner=(
-            "<|content_invoke_tool_json|>",
             "<|content_invoke_tool_text|>",
             "<|content_model_end_sampling|>",
             "<|content_text|>",

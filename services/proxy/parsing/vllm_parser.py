@@ -313,9 +313,9 @@ def _count_calls(body: str, form: ToolFormat) -> int:
 
 def _is_cut(body: str, form: ToolFormat) -> bool:
     """Whether a text ends inside a call."""
-    if form.holds_json:
-        return not _holds_json(min((body.rpartition(opener)[2] for opener in form.openers), key=len))
     begins = (*form.begins, *form.openers)
+    if form.holds_json:
+        return not _holds_json(min((body.rpartition(begin)[2] for begin in begins), key=len))
     return bool(form.closers) and max(map(body.rfind, form.closers)) < max(map(body.rfind, begins))
 
 
