@@ -91,6 +91,7 @@ class GrowingRun:
         self.log = AttemptLog("g000000-r0", 0, b"key")
         self.bridge = Bridge(renderer)
         self.num_tokens = 0
+        self._messages: list[Message] = []
         self._tools = OPENAI_CHAT.parse(json.loads(self.history.body()), {}).tools
         self._renderer = renderer
         self._end = next(iter(renderer.end_of_turn))
@@ -99,8 +100,9 @@ class GrowingRun:
         """Make calls until the prompt and answer of the last have so many tokens."""
         while self.num_tokens < num_tokens:
             answer = self.history.text()
-            messages = tuple(Message(one["role"], one["content"]) for one in self.history.messages)
-            request = CanonicalRequest(OPENAI_CHAT.name, MODEL_NAME, messages, self._tools)
+            new = self.history.messages[len(self._messages) :]
+            self._messages += [Message(one["role"], one["content"]) for one in new]
+            request = CanonicalRequest(OPENAI_CHAT.name, MODEL_NAME, tuple(self._messages), self._tools)
             pending = self.log.begin(self.log.match(request, self.bridge))
             output_ids = np.asarray([*self._renderer.encode(answer), self._end], dtype=np.int32)
             self.log.complete(self.log.row(_record(pending.call_id, answer, output_ids)))
@@ -137,6 +139,8 @@ def in_process_ms(renderer: Any, sizes: dict[str, int]) -> dict[str, dict[str, f
     match_ms, parse_ms, new_tokens = {}, {}, {}
     for name, num_tokens in sizes.items():
         run.grow_to(num_tokens)
+        gc.collect()
+        gc.disable()  # a collection would be counted to whatever it interrupts
         matches, parses = [], []
         for _ in range(REPETITIONS):
             body = bytearray(run.history.body(run.history.text()).encode())
@@ -147,6 +151,7 @@ def in_process_ms(renderer: Any, sizes: dict[str, int]) -> dict[str, dict[str, f
             if matched.call is None or matched.prompt.is_false_fork:
                 raise SystemExit(f"the request behind {num_tokens} tokens continues no call")
             new_tokens[name] = matched.prompt.num_new_tokens
+        gc.enable()
         match_ms[name], parse_ms[name] = statistics.median(matches), statistics.median(parses)
     return {"match_ms": match_ms, "parse_ms": parse_ms, "new_tokens": new_tokens}
 
@@ -157,14 +162,9 @@ def _parse(body: bytearray) -> CanonicalRequest:
 
 def timed(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     """Milliseconds of processor time, and what came of it."""
-    gc.collect()
-    gc.disable()  # a collection would be counted to whatever it interrupts
-    try:
-        started_s = time.process_time()
-        result = work(*arguments)
-        return 1e3 * (time.process_time() - started_s), result
-    finally:
-        gc.enable()
+    started_s = time.process_time()
+    result = work(*arguments)
+    return 1e3 * (time.process_time() - started_s), result
 
 
 def submit_ms(script: Script, sizes: dict[str, int]) -> dict[str, float]:
