@@ -32,7 +32,7 @@ _STREAM_HOLD_S = 0.02
 _BODY_HOLD_S = 1.0
 """A harness that does not stream sees nothing of the chunks; what is held is lost with a cell, and made again."""
 _RENEWAL_S = 2.0
-"""So often the shards hear which calls this replica still generates."""
+"""So often the shards hear which calls this replica still has."""
 
 
 ABORTED = "abort"
@@ -162,7 +162,7 @@ class CallServer:
         self._parser = parser
         self._call_timeout_s = call_timeout_s
         self._background_tasks: set[asyncio.Task[None]] = set()
-        self._generating: dict[str, Shard] = {}
+        self._in_flight: dict[str, Shard] = {}
         """Calls in flight -> their shards."""
         self._renewing: asyncio.Task[None] | None = None
 
@@ -184,29 +184,34 @@ class CallServer:
                         emit(_shared_piece(shared, request))
                         return
                     ticket = await self._match(shard, run_id, key, request)
-                call = self._begin(ticket, request, emit)
-                try:
-                    with self._noted_as_generating(ticket.call_id, shard):
-                        await self._generate(call)
+        call = self._begin(ticket, request, emit)
+        with self._noted_as_in_flight(ticket.call_id, shard), self._as_failed_call():
+            deadline_s = deadline.when()
+            try:
+                async with asyncio.timeout_at(deadline_s) as deadline:
+                    await self._generate(call)
                     deltas = call.reader.feed(call.answer.texts[-1])
                     if isinstance(call.reader, SlowReader) and call.reader.is_slow:
                         await asyncio.to_thread(call.reader.prepare)
-                except BaseException as error:
-                    self._abandon(shard, call, error, is_late=deadline.expired())
-                    raise
-        last_deltas, parsed = call.reader.finish()
-        # from here on the answer is whole: it is stored even if the harness goes away meanwhile
-        storing = self._in_background(shard.append_call(_record(call, parsed, started_at_s)))
-        with self._as_failed_call():
-            try:
-                async with asyncio.timeout(self._call_timeout_s):
-                    await asyncio.shield(storing)
-            except asyncio.CancelledError:
-                storing.add_done_callback(lambda _: self.not_delivered(run_id, ticket.call_id))
+            except BaseException as error:
+                self._abandon(shard, call, error, is_late=deadline.expired())
                 raise
+            last_deltas, parsed = call.reader.finish()
+            await self._store(shard, call, parsed, started_at_s)
         self._count(call, parsed, time.monotonic() - started_s)
         choice = Choice(request.choice, parsed, call.answer.finish_reason, call.answer.stop_string)
         emit(Piece(ticket.call_id, request.choice, (*deltas, *last_deltas), call.usage, choice))
+
+    async def _store(self, shard: Shard, call: _Generation, parsed: ParsedAnswer, started_at_s: float) -> None:
+        """Have a whole answer made durable, even if the harness goes away meanwhile."""
+        storing = self._in_background(shard.append_call(_record(call, parsed, started_at_s)))
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                await asyncio.shield(storing)
+        except asyncio.CancelledError:
+            ticket = call.ticket
+            storing.add_done_callback(lambda _: self.not_delivered(RunId(ticket.run_id), ticket.call_id))
+            raise
 
     def not_delivered(self, run_id: RunId, call_id: str) -> None:
         """The harness went away before it had the whole answer of a stored call: if it asks again, it gets that."""
@@ -292,21 +297,21 @@ class CallServer:
             raise
 
     @contextlib.contextmanager
-    def _noted_as_generating(self, call_id: str, shard: Shard) -> Iterator[None]:
-        self._generating[call_id] = shard
+    def _noted_as_in_flight(self, call_id: str, shard: Shard) -> Iterator[None]:
+        self._in_flight[call_id] = shard
         if self._renewing is None or self._renewing.done():
             self._renewing = self._in_background(self._renew())
         try:
             yield
         finally:
-            del self._generating[call_id]
+            del self._in_flight[call_id]
 
     async def _renew(self) -> None:
         """While calls are in flight, tell their shards so: a shard that hears nothing takes this replica for dead."""
-        while self._generating:
+        while self._in_flight:
             await asyncio.sleep(_RENEWAL_S)
             by_shard: dict[Shard, list[str]] = {}
-            for call_id, shard in self._generating.items():
+            for call_id, shard in self._in_flight.items():
                 by_shard.setdefault(shard, []).append(call_id)
             await asyncio.gather(*(_quietly(shard.renew_calls(ids)) for shard, ids in by_shard.items()))
 
