@@ -273,7 +273,8 @@ def test_lineage_and_retries_are_read_from_headers() -> None:
     parsed = ANTHROPIC.parse(ask(), headers)
     assert (parsed.lineage.session_id, parsed.lineage.agent_id) == ("s", "a")
     assert parsed.is_retry
-    probe = ANTHROPIC.parse(ask(max_tokens=1), {"x-stainless-retry-count": "0"})
+    claude_code = {"x-claude-code-session-id": "s", "x-stainless-retry-count": "0"}
+    probe = ANTHROPIC.parse(ask(max_tokens=1), claude_code)
     assert probe.lineage.purpose is CallPurpose.SIDE
     assert not probe.is_retry
 
