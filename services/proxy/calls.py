@@ -32,8 +32,8 @@ _STREAM_HOLD_S = 0.02
 _BODY_HOLD_S = 1.0
 """A harness that does not stream sees nothing of the chunks; what is held is lost with a cell, and made again."""
 _RENEWAL_S = 2.0
-"""So often the shards hear which calls this replica still has."""
-
+"""So often the shards hear which calls this replica still has. Twice as long is less than their
+``LEASE_S``: one of a replica's messages may be late."""
 
 ABORTED = "abort"
 FINISHED = ("stop", "length")
@@ -57,8 +57,8 @@ class Answer:
     finish_reason: str = ""
     waits_for_cell: bool = False
     """No cell can go on with the call now."""
-
     stop_string: str = ""
+    """The stop string that ended it; empty: none did."""
 
     @classmethod
     def of(cls, partial: PartialAnswer | None) -> Answer:
@@ -178,7 +178,11 @@ class CallServer:
             async with asyncio.timeout(self._call_timeout_s) as deadline:
                 ticket = await self._match(shard, run_id, key, request)
                 while ticket.is_shared:
-                    shared = await shard.shared_answer(run_id, ticket.call_id)
+                    try:
+                        shared = await shard.shared_answer(run_id, ticket.call_id)
+                    except BaseException:
+                        self.not_delivered(run_id, ticket.call_id)  # the shard may have given it already
+                        raise
                     if shared is not None:
                         metric("tidegate_calls_shared_total").inc(1, job=str(self._job_id))
                         emit(_shared_piece(shared, request))
@@ -208,10 +212,16 @@ class CallServer:
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 await asyncio.shield(storing)
-        except asyncio.CancelledError:
-            ticket = call.ticket
-            storing.add_done_callback(lambda _: self.not_delivered(RunId(ticket.run_id), ticket.call_id))
+        except BaseException:
+            storing.add_done_callback(lambda done: self._unanswered(shard, call.ticket.call_id, done))
             raise
+
+    def _unanswered(self, shard: Shard, call_id: str, storing: asyncio.Task[None]) -> None:
+        """Tell the shard of a whole answer that did not go out: the same request, made again, gets it if it was
+        stored, and waits for nothing if it could not be."""
+        error = None if storing.cancelled() else storing.exception()
+        telling = shard.note_undelivered(call_id) if error is None else shard.abandon_call(call_id, _why(error))
+        self._in_background(_quietly(telling))
 
     def not_delivered(self, run_id: RunId, call_id: str) -> None:
         """The harness went away before it had the whole answer of a stored call: if it asks again, it gets that."""
@@ -313,7 +323,9 @@ class CallServer:
             by_shard: dict[Shard, list[str]] = {}
             for call_id, shard in self._in_flight.items():
                 by_shard.setdefault(shard, []).append(call_id)
-            await asyncio.gather(*(_quietly(shard.renew_calls(ids)) for shard, ids in by_shard.items()))
+            # a shard that hangs must not keep the others from hearing of their calls in time
+            telling = (_quietly(shard.renew_calls(ids), _RENEWAL_S) for shard, ids in by_shard.items())
+            await asyncio.gather(*telling)
 
     @contextlib.contextmanager
     def _as_failed_call(self) -> Iterator[None]:
@@ -348,10 +360,10 @@ def _why(error: BaseException) -> str:
     return "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__
 
 
-async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+async def _quietly(work: Coroutine[Any, Any, None], timeout_s: float = _CLEANUP_TIMEOUT_S) -> None:
     """Clean-up that may fail: the other side may be what was lost."""
     try:
-        async with asyncio.timeout(_CLEANUP_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await work
     except Exception as error:  # the call has already failed; its outcome does not depend on this
         logger.debug("clean-up of a call failed: %s: %s", type(error).__name__, error)

@@ -5,12 +5,14 @@ import asyncio
 import pytest
 
 from services.common.errors import AccessError, EngineError
-from services.common.ids import JobId
+from services.common.ids import JobId, RunId
 from services.common.types import CellState, VersionSpan
+from services.proxy import calls
 from services.proxy.calls import Answer, CallFailedError, CallServer, Piece
 from services.proxy.parsing import PlainParser
 from services.proxy.types import CanonicalRequest, Message
-from services.rollout.types import GenerateChunk
+from services.rollout.types import GenerateChunk, Sampling
+from services.trajectory.types import CallTicket
 from tests.unit.proxy.fakes import KEY, RUN, FakeBackends, FakeCell, FakeShard, word
 from tests.waiting import until
 
@@ -69,7 +71,7 @@ async def test_call_whose_harness_left_during_matching_is_taken_back() -> None:
     gate = asyncio.Event()
 
     class Slow(FakeShard):
-        async def match_call(self, run_id, key, request):  # type: ignore[no-untyped-def]
+        async def match_call(self, run_id, key, request):
             await gate.wait()
             return await super().match_call(run_id, key, request)
 
@@ -124,3 +126,64 @@ async def test_refusal_of_the_shard_reaches_the_caller_untouched() -> None:
             RUN, KEY, REQUEST, print
         )
     assert shard.abandoned == []
+
+
+async def test_a_harness_that_leaves_while_it_waits_for_anothers_answer_may_ask_for_it_again() -> None:
+    class Sharing(FakeShard):
+        async def match_call(self, run_id, key, request):
+            self.requests.append(request)
+            return CallTicket("shared", run_id, 0, None, 0, 0, None, Sampling(), False, is_shared=True)
+
+        async def shared_answer(self, run_id, call_id):
+            await asyncio.Event().wait()
+
+    shard = Sharing()
+    server = CallServer(JobId("j"), FakeBackends(shard, a=FakeCell()), PlainParser(), 20)
+    serving = asyncio.create_task(server.serve(RUN, KEY, REQUEST, print))
+    await until(lambda: bool(shard.requests))
+    await asyncio.sleep(0)
+    serving.cancel()
+    await until(lambda: shard.undelivered == ["shared"])
+
+
+async def test_an_answer_that_is_stored_too_late_for_its_harness_is_kept_for_it() -> None:
+    shard = FakeShard(append_gate=asyncio.Event())
+    server = CallServer(JobId("j"), FakeBackends(shard, a=FakeCell()), PlainParser(), 0.2)
+    with pytest.raises(CallFailedError):
+        await server.serve(RUN, KEY, REQUEST, lambda piece: None)
+    assert shard.undelivered == []
+    assert shard.append_gate is not None
+    shard.append_gate.set()
+    await until(lambda: shard.undelivered == [f"{RUN}-a0-c0"])
+
+
+async def test_nobody_waits_for_a_call_that_could_not_be_stored() -> None:
+    shard = FakeShard(append_error=EngineError("broken"))
+    server = CallServer(JobId("j"), FakeBackends(shard, a=FakeCell()), PlainParser(), 20)
+    with pytest.raises(EngineError):
+        await server.serve(RUN, KEY, REQUEST, lambda piece: None)
+    await until(lambda: shard.abandoned == [(f"{RUN}-a0-c0", "EngineError")])
+
+
+async def test_shards_hear_of_calls_in_flight_though_another_shard_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(FakeShard):
+        async def renew_calls(self, call_ids):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(calls, "_RENEWAL_S", 0.02)
+    shards = {RUN: FakeShard(), "g000001-r1": Hanging()}
+    backends = FakeBackends(FakeShard(), a=FakeCell(hangs_after=1))
+    backends.shard_for = lambda run_id: shards[run_id]  # type: ignore[method-assign]
+    server = CallServer(JobId("j"), backends, PlainParser(), 20)
+    serving = [
+        asyncio.create_task(
+            server.serve(RunId(run_id), f"{run_id}.{KEY.partition('.')[2]}", REQUEST, lambda piece: None)
+        )
+        for run_id in shards
+    ]
+    shards["g000001-r1"].keys = {f"g000001-r1.{KEY.partition('.')[2]}"}
+    await until(lambda: len(shards[RUN].renewed) > 3)
+    assert set(shards[RUN].renewed) == {f"{RUN}-a0-c0"}
+    for one in serving:
+        one.cancel()
+    await asyncio.wait(serving)
