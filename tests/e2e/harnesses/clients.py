@@ -57,7 +57,7 @@ class Ended:
 
 def harness_dir() -> Path:
     """Where harnesses are installed."""
-    return Path(os.environ.get("TIDEGATE_HARNESS_DIR") or _REPO / ".harness")
+    return Path(os.environ.get("TIDEGATE_HARNESS_DIR") or _REPO / ".harness").absolute()
 
 
 def executable(name: str) -> str:
