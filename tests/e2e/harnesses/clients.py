@@ -110,8 +110,8 @@ async def start(client: Client, folder: Path, *, timeout_s: float) -> Ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its own group: also what it left running
             await process.wait()
-    texts = (path.read_text(errors="replace") for path in (out, err))
-    ended = Ended(process.returncode or 0, *texts, workspace)
+    output, errors = (path.read_text(errors="replace") for path in (out, err))
+    ended = Ended(process.returncode or 0, output, errors, workspace)
     assert not is_late, f"{client.name} did not end within {timeout_s:g} s\n{ended}"
     return ended
 

@@ -140,7 +140,7 @@ class Seen:
 def read_prompt(text: str) -> Seen:
     """Take a rendered prompt apart."""
     tools: dict[str, Mapping[str, Any]] = {}
-    turns = []
+    turns: list[Turn] = []
     for role, body in re.findall(r"(?s)<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", text):
         if role == "system" and not turns and not tools and body.startswith('{"'):
             for line in body.strip().splitlines():
