@@ -158,6 +158,7 @@ class CallDesk:
                 return None
             answer = run.log.requests.take_answer(call_id)
             if answer is not None or not run.log.requests.is_in_flight(call_id):
+                self._tell_ended(call_id)  # an attempt that was closed told nobody of its calls
                 return answer
             if run.log.requests.is_lost(call_id, time.monotonic()):
                 await self.abandon_call(call_id, "its proxy replica is lost")

@@ -1,6 +1,7 @@
 """The live runs of a shard: what later calls are built on, kept once per token; of messages digests.
 
-Kept whole are only the newest answers that nothing continues yet: they tell roles apart.
+Kept whole are only the newest answers: those that nothing continues yet tell roles apart, and the last few may have to
+be given again.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class AttemptLog:
         record = row.record
         self.tree.append(tree_call(row))
         pending = self.pending.pop(record.call_id, None)
-        self.requests.complete(SharedAnswer(record, row.num_prompt_tokens))
+        self.requests.complete(SharedAnswer(replace(record, request={}), row.num_prompt_tokens))
         self._next_ordinal = max(self._next_ordinal, row.ordinal + 1)
         opening = pending.opening if pending else _opening(record)
         self._roles.add_call(record, opening)

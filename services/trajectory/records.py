@@ -67,11 +67,19 @@ def check_record(record: CallRecord) -> None:
         )
 
 
-def request_key(requested_sampling: Mapping[str, Any], choice: int = 0) -> str:
+def request_key(
+    requested_sampling: Mapping[str, Any],
+    *,
+    choice: int = 0,
+    tool_choice: Mapping[str, Any] | None = None,
+    response_schema: Mapping[str, Any] | None = None,
+    agent_id: str = "",
+) -> str:
     """Tells requests of one prompt apart. A retry repeats its request, but a client that falls back from streaming
     may ask for another limit. ``choice``: which of a request's answers."""
     sampling = {name: value for name, value in requested_sampling.items() if name not in _LIMITS}
-    return json.dumps([sampling, choice], sort_keys=True, separators=(",", ":"), default=str)
+    key = [sampling, choice, tool_choice, response_schema, agent_id]
+    return json.dumps(key, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def new_in_request(request: CanonicalRequest, num_shared: int, *, shares_tools: bool) -> dict[str, Any]:
@@ -146,5 +154,11 @@ def tree_call(row: CallRow) -> TreeCall:
         logprobs=record.logprobs,
         version_spans=record.version_spans,
         trainable=is_trainable(record),
-        request_key=request_key(record.requested_sampling, record.request.get("choice", 0)),
+        request_key=request_key(
+            record.requested_sampling,
+            choice=record.request.get("choice", 0),
+            tool_choice=record.request.get("tool_choice"),
+            response_schema=record.request.get("response_schema"),
+            agent_id=record.agent_id,
+        ),
     )

@@ -8,7 +8,7 @@ answer did reach it asks for another sample: the tree tells such siblings apart,
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from services.proxy.types import CanonicalRequest
 from services.trajectory.records import request_key
@@ -22,13 +22,14 @@ _MAX_KEPT = 8
 
 def same_call_key(request: CanonicalRequest, last_node: int) -> Hashable:
     """Equal for requests that are the same call. ``last_node``: where the messages end in the tree of messages."""
-    return (
-        last_node,
-        request_key(request.requested_sampling, request.choice),
-        request.tool_choice,
-        repr(request.response_schema),
-        request.lineage.agent_id,
+    key = request_key(
+        request.requested_sampling,
+        choice=request.choice,
+        tool_choice=asdict(request.tool_choice),
+        response_schema=request.response_schema,
+        agent_id=request.lineage.agent_id,
     )
+    return last_node, key
 
 
 @dataclass

@@ -150,7 +150,7 @@ class SharedAnswer(Packed):
     """A completed call, for another request that made the same one."""
 
     record: CallRecord
-    """Its ``prompt_ids`` are empty."""
+    """Its ``prompt_ids`` and its ``request`` are empty: the other request has its own."""
     num_prompt_tokens: int
 
 

@@ -15,6 +15,7 @@ import pytest
 from services.common.errors import AccessError, ContextLengthError, InvariantError, NotFoundError, TurnLimitError
 from services.common.types import VersionSpan
 from services.proxy.dialects import InvalidRequestError
+from services.proxy.types import Lineage, ToolChoice, ToolMode
 from services.rollout.types import Sampling
 from services.trainer.types import MicroStep
 from services.trajectory.actor import TrajectoryShard
@@ -418,6 +419,26 @@ async def test_a_retried_request_drops_the_answer_that_nobody_saw(opened: OpenSh
     assert "lost" not in "".join(targets)
     assert "seen" in "".join(targets)
     assert micro_step.runs[0].num_targets == len("seen") + len("end") + 2
+
+
+async def test_answers_to_one_prompt_that_were_asked_for_differently_do_not_replace_each_other(
+    opened: OpenShard,
+) -> None:
+    shard = opened()
+    key = await started(shard)
+    for text, request in (
+        ("one's", replace(ask("a"), lineage=Lineage(agent_id="one"))),
+        ("another's", replace(ask("a"), lineage=Lineage(agent_id="another"))),
+        ("told not to call", replace(ask("a"), tool_choice=ToolChoice(ToolMode.NONE))),
+    ):
+        await call(shard, RUN, key, request, text)
+    await shard.finish_run(make_result(RUN, 1.0))
+    await run_to_end(shard, "g000000-r1", 0.0)
+    assert (await shard.finish_group("g000000")).ready
+    (summary, _) = await shard.run_summaries("g000000")
+    assert summary.selection is not None
+    assert len(summary.selection.target_call_ids) == 3
+    assert summary.selection.num_superseded == 0
 
 
 async def test_the_run_continues_at_the_answer_that_the_harness_saw_of_two_retries(opened: OpenShard) -> None:
