@@ -193,8 +193,7 @@ async def _read_json(request: Request, max_body_bytes: int, timeout_s: float) ->
                 if len(body) > max_body_bytes:
                     raise too_large
     except TimeoutError:
-        message = f"The body of your request did not arrive within {timeout_s:g} seconds."
-        raise RequestRefusedError(Refusal(RefusalKind.INVALID_REQUEST, message)) from None
+        raise RequestRefusedError(Refusal(RefusalKind.BODY_TIMEOUT)) from None
     try:
         return json.loads(_text(body))
     except (ValueError, RecursionError):

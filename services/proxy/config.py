@@ -30,7 +30,8 @@ class ProxyConfig(BaseModel):
     max_ongoing_calls: int = Field(default=2048, ge=1)
     """Calls that one replica serves at once; further ones are refused (429 with retry-after)."""
     body_timeout_s: float = Field(default=60, gt=0)
-    """A request of which nothing more came for this long is refused (408), or its connection closed."""
+    """A request whose body is not there after this long is refused (408); where its head is not, its connection is
+    closed."""
     send_timeout_s: float = Field(default=60, gt=0)
     """A client that takes nothing of its answer for this long is disconnected, and its call aborted."""
     tool_parser: str = "auto"

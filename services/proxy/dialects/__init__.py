@@ -18,6 +18,8 @@ class RefusalKind(StrEnum):
     INVALID_KEY = "invalid_key"
     CONTEXT_LENGTH = "context_length"
     BODY_TOO_LARGE = "body_too_large"
+    BODY_TIMEOUT = "body_timeout"
+    """The body did not arrive in time: clients try again by themselves."""
     TURN_LIMIT = "turn_limit"
     """The run has made all its calls: final, so nothing that a client tries again."""
     RATE_LIMITED = "rate_limited"

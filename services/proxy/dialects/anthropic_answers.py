@@ -24,6 +24,7 @@ _ERRORS: dict[RefusalKind, tuple[int, str, str]] = {
     RefusalKind.NOT_FOUND: (404, "not_found_error", "Not found"),
     RefusalKind.METHOD_NOT_ALLOWED: (405, _INVALID, "Method not allowed"),
     RefusalKind.TURN_LIMIT: (400, _INVALID, "this run has made all the model calls that it may make."),
+    RefusalKind.BODY_TIMEOUT: (408, "timeout_error", "The body of your request did not arrive in time."),
     RefusalKind.RATE_LIMITED: (429, "rate_limit_error", "Too many requests at once. Please try again later."),
     RefusalKind.OVERLOADED: (529, "overloaded_error", "Overloaded"),
     RefusalKind.SERVER_ERROR: (500, "api_error", "Internal server error"),

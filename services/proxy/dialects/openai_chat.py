@@ -170,6 +170,12 @@ _ERRORS: dict[RefusalKind, tuple[int, str, str | None, str]] = {
         "was started with belong together.",
     ),
     RefusalKind.TURN_LIMIT: (400, _INVALID, "turn_limit_reached", ""),
+    RefusalKind.BODY_TIMEOUT: (
+        408,
+        _INVALID,
+        "request_timeout",
+        "The body of your request did not arrive in time.",
+    ),
     RefusalKind.RATE_LIMITED: (
         429,
         "requests",

@@ -209,6 +209,7 @@ EXCEPTIONS: dict[RefusalKind, tuple[type[anthropic.APIStatusError], str]] = {
     RefusalKind.INVALID_KEY: (anthropic.AuthenticationError, "authentication_error"),
     RefusalKind.CONTEXT_LENGTH: (anthropic.BadRequestError, "invalid_request_error"),
     RefusalKind.BODY_TOO_LARGE: (anthropic.APIStatusError, "request_too_large"),
+    RefusalKind.BODY_TIMEOUT: (anthropic.APIStatusError, "timeout_error"),
     RefusalKind.TURN_LIMIT: (anthropic.BadRequestError, "invalid_request_error"),
     RefusalKind.RATE_LIMITED: (anthropic.RateLimitError, "rate_limit_error"),
     RefusalKind.OVERLOADED: (anthropic.InternalServerError, "overloaded_error"),
@@ -216,7 +217,7 @@ EXCEPTIONS: dict[RefusalKind, tuple[type[anthropic.APIStatusError], str]] = {
     RefusalKind.NOT_FOUND: (anthropic.NotFoundError, "not_found_error"),
     RefusalKind.METHOD_NOT_ALLOWED: (anthropic.APIStatusError, "invalid_request_error"),
 }
-RETRIED_STATUS = {429, 500, 529}
+RETRIED_STATUS = {408, 429, 500, 529}
 
 
 @pytest.mark.parametrize("kind", list(RefusalKind))
@@ -231,7 +232,8 @@ def test_every_refusal_is_the_right_error_of_the_official_client(kind: RefusalKi
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["error"]["type"] == name
     assert caught.value.body["error"]["message"]
-    is_final = kind not in (RefusalKind.RATE_LIMITED, RefusalKind.OVERLOADED, RefusalKind.SERVER_ERROR)
+    retried = (RefusalKind.BODY_TIMEOUT, RefusalKind.RATE_LIMITED, RefusalKind.OVERLOADED, RefusalKind.SERVER_ERROR)
+    is_final = kind not in retried
     assert (error.status not in RETRIED_STATUS) == is_final
 
 

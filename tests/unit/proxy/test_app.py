@@ -328,6 +328,18 @@ async def test_larger_body_than_allowed_is_refused(serve: Serve, announced: bool
     assert answer.json()["error"]["code"] == "request_too_large"
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_a_body_that_does_not_come_is_refused_as_one_to_be_sent_again(serve: Serve, path: str) -> None:
+    async with serve(FakeBackends(FakeShard(), a=FakeCell()), body_timeout_s=0.1) as server:
+        url = httpx.URL(server.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST {url.path}/run/{KEY}/v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{{"
+        writer.write(head.encode())
+        answer = await asyncio.wait_for(reader.readuntil(b"in time"), 20)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[1]", b"[" * 100_000])
 async def test_body_that_is_no_json_object_is_refused(serve: Serve, body: bytes) -> None:
     async with serve(FakeBackends(FakeShard(), a=FakeCell())) as server:
