@@ -210,15 +210,17 @@ def codex(url: str, key: str, task: str, extra: str = "") -> Client:
     )
 
 
-def qwen_code(url: str, key: str, task: str) -> Client:
+def qwen_code(url: str, key: str, task: str, auth_type: str = "openai") -> Client:
+    """Qwen Code over Chat (``openai``), Responses (``openai-responses``) or Messages (``anthropic``)."""
     settings = {
         "privacy": {"usageStatisticsEnabled": False},
         "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
     }
+    vendor, base_url = ("ANTHROPIC", url) if auth_type == "anthropic" else ("OPENAI", f"{url}/v1")
     return Client(
         "qwen-code",
-        (executable("qwen-code"), "--auth-type", "openai", "--yolo", "-p", task, "--output-format", "json"),
-        env={"OPENAI_API_KEY": key, "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_MODEL": MODEL},
+        (executable("qwen-code"), "--auth-type", auth_type, "--yolo", "-p", task, "--output-format", "json"),
+        env={f"{vendor}_API_KEY": key, f"{vendor}_BASE_URL": base_url, f"{vendor}_MODEL": MODEL},
         files={".qwen/settings.json": json.dumps(settings)},
     )
 

@@ -1,4 +1,4 @@
-"""Qwen Code: Chat Completions, streaming. Nothing that it sends names a session or an agent."""
+"""Qwen Code, streaming, over all three APIs. Nothing that it sends names a session or an agent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tests.e2e.harnesses.story import TASK, compact, do_the_task, outlive_a_cut
 pytestmark = pytest.mark.harness
 
 
-async def test_qwen_code_does_the_task_with_two_subagents_known_by_content(tmp_path: Path) -> None:
+@pytest.mark.parametrize("auth_type", ["openai", "openai-responses", "anthropic"])
+async def test_qwen_code_does_the_task_with_two_subagents_known_by_content(tmp_path: Path, auth_type: str) -> None:
     recorded = await do_the_task(
-        lambda world: clients.qwen_code(world.url, world.key, TASK),
+        lambda world: clients.qwen_code(world.url, world.key, TASK, auth_type),
         Script(num_helpers=2),
         tmp_path,
-        api="Chat Completions",
+        api=auth_type,
     )
     assert {call.agent_id for call in recorded.calls} == {""}
 
@@ -30,7 +31,7 @@ async def test_qwen_code_has_a_cut_answer_gone_on_with(tmp_path: Path) -> None:
         lambda world: clients.qwen_code(world.url, world.key, TASK),
         Script(),
         tmp_path,
-        api="Chat Completions",
+        api="openai",
         call_timeout_s=4,
         num_left_behind=1,
     )
@@ -42,7 +43,7 @@ async def test_qwen_code_compacts_when_a_prompt_is_too_long(tmp_path: Path) -> N
         lambda world: clients.qwen_code(world.url, world.key, TASK),
         Script(),
         tmp_path,
-        api="Chat Completions",
+        api="openai",
         num_conversations=3,
         num_main_calls=len(Script().main_steps),
     )
