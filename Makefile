@@ -108,7 +108,7 @@ $(TIDEGATE_HARNESS_DIR)/mini/.installed: scripts/install_harness.sh examples/har
 	PYTHON=$(PYTHON) scripts/install_harness.sh $(TIDEGATE_HARNESS_DIR)/mini
 	touch $@
 
-$(TIDEGATE_HARNESS_DIR)/pi/.installed: scripts/install_harnesses.py $(VENV)/.installed
+$(TIDEGATE_HARNESS_DIR)/pi/.installed: scripts/install_harnesses.py | $(VENV)/.installed
 	$(BIN)/python scripts/install_harnesses.py pi --dir $(TIDEGATE_HARNESS_DIR)
 	touch $@
 
