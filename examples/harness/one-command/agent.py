@@ -6,11 +6,14 @@ It asks the model for a command, with three examples as turns of the conversatio
 block of the answer in the workspace. Environment: BASE_URL (without /v1), API_KEY, MODEL. Only the standard library.
 """
 
+import http.client
 import json
 import os
 import re
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -22,6 +25,8 @@ EXAMPLES = (
 )
 COMMAND = re.compile(r"```(?:bash|sh)?[ \t]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
 COMMAND_TIMEOUT_S = 20
+PAUSES_S = (1, 2, 4, 8, 16)
+"""Before a request is made again. Half a minute in all: a proxy whose only replica died is back by then."""
 
 
 def conversation(instruction: str) -> list[dict[str, str]]:
@@ -38,8 +43,26 @@ def ask(messages: list[dict[str, str]]) -> str:
         data=json.dumps({"model": os.environ["MODEL"], "messages": messages}).encode(),
         headers={"Authorization": f"Bearer {os.environ['API_KEY']}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        return json.load(response)["choices"][0]["message"]["content"] or ""
+    return fetch(request)["choices"][0]["message"]["content"] or ""
+
+
+def fetch(request: urllib.request.Request) -> dict:
+    """The answer to a request. One that is lost or refused for now is made again, unchanged: it is the same call."""
+
+    def once() -> dict:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            return json.load(response)
+
+    for pause_s in PAUSES_S:
+        try:
+            return once()
+        except urllib.error.HTTPError as error:
+            if error.code != 429 and error.code < 500:
+                raise
+        except (OSError, http.client.HTTPException):
+            pass
+        time.sleep(pause_s)
+    return once()
 
 
 def main() -> None:

@@ -5,11 +5,17 @@ usage: agent.py INSTRUCTION_FILE
 Environment: BASE_URL (without /v1), API_KEY, MODEL, and optionally MAX_TOKENS and TIMEOUT_S. Only the standard library.
 """
 
+import http.client
 import json
 import os
 import sys
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
+
+PAUSES_S = (1, 2, 4, 8, 16)
+"""Before a request is made again. Half a minute in all: a proxy whose only replica died is back by then."""
 
 
 def ask(instruction: str) -> str:
@@ -24,8 +30,27 @@ def ask(instruction: str) -> str:
         data=json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {os.environ['API_KEY']}", "Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=float(os.environ.get("TIMEOUT_S", "300"))) as response:
-        return json.load(response)["choices"][0]["message"]["content"] or ""
+    answer = fetch(request, float(os.environ.get("TIMEOUT_S", "300")))
+    return answer["choices"][0]["message"]["content"] or ""
+
+
+def fetch(request: urllib.request.Request, timeout_s: float) -> dict:
+    """The answer to a request. One that is lost or refused for now is made again, unchanged: it is the same call."""
+
+    def once() -> dict:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            return json.load(response)
+
+    for pause_s in PAUSES_S:
+        try:
+            return once()
+        except urllib.error.HTTPError as error:
+            if error.code != 429 and error.code < 500:
+                raise
+        except (OSError, http.client.HTTPException):
+            pass
+        time.sleep(pause_s)
+    return once()
 
 
 def main() -> None:
