@@ -43,7 +43,7 @@ SERIES: dict[str, Series] = {
     "tidegate_calls_shared_total": Series("counter", "Requests answered by a call that another request had made"),
     "tidegate_calls_resumed_total": Series("counter", "Calls that went on behind an answer that was cut"),
     "tidegate_malformed_tool_calls_total": Series("counter", "Tool calls that could not be read and became text"),
-    "tidegate_refusals_total": Series("counter", "Requests refused before a call was made of them", ("kind",)),
+    "tidegate_refusals_total": Series("counter", "Requests that got an error instead of an answer", ("kind",)),
     "tidegate_call_moves_total": Series("counter", "Calls that went on at another cell"),
     "tidegate_call_seconds": Series("histogram", "Wall time of a call at the proxy, seconds", (), _SECONDS),
     "tidegate_prompt_tokens_total": Series("counter", "Prompt tokens of completed calls"),

@@ -125,6 +125,7 @@ class _Gate:
             dialect,
             request,
             serve=lambda one, emit: self._calls.serve(run_id, key, one, emit),
+            refuse=lambda refusal: self._error(dialect, refusal),
             not_delivered=lambda call_id: self._calls.not_delivered(run_id, call_id),
             ended=self._ended,
             keep_alive_s=self._config.keep_alive_s,
@@ -157,6 +158,9 @@ class _Gate:
         refusal = refusal_of(error)
         if refusal.kind is RefusalKind.SERVER_ERROR:
             logger.error("a request could not be read", exc_info=error)
+        return self._error(dialect, refusal)
+
+    def _error(self, dialect: Dialect, refusal: Refusal) -> Response:
         metric("tidegate_refusals_total").inc(1, job=str(self._job_id), kind=refusal.kind)
         return error_response(dialect, refusal)
 

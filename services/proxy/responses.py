@@ -77,8 +77,8 @@ def error_response(dialect: Dialect, refusal: Refusal) -> JSONResponse:
 class CallResponse(Response):
     """Runs the calls of a request, one for each choice, and sends their answers.
 
-    A harness that disconnects cancels them. ``not_delivered`` is told each completed call whose answer was not sent
-    to its end, ``ended`` once that all is over.
+    A harness that disconnects cancels them. ``refuse`` makes the error of a call that came to nothing;
+    ``not_delivered`` is told each completed call whose answer was not sent to its end, ``ended`` once that all is over.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class CallResponse(Response):
         request: CanonicalRequest,
         *,
         serve: Callable[[CanonicalRequest, Emit], Awaitable[None]],
+        refuse: Callable[[Refusal], Response],
         not_delivered: Callable[[str], None],
         ended: Callable[[], None],
         keep_alive_s: float,
@@ -95,6 +96,7 @@ class CallResponse(Response):
         self._dialect = dialect
         self._request = request
         self._serve = serve
+        self._refuse = refuse
         self._not_delivered = not_delivered
         self._ended = ended
         self._keep_alive_s = keep_alive_s
@@ -154,7 +156,7 @@ class CallResponse(Response):
         while True:
             piece = await self._pieces.get()
             if isinstance(piece, Exception):
-                await self._send_response(error_response(self._dialect, refusal_of(piece)), send)
+                await self._send_response(self._refuse(refusal_of(piece)), send)
                 return
             if piece.finished is not None and self._is_complete:
                 body = self._dialect.body(self._head(piece), self._choices(), self._usage())
@@ -168,7 +170,7 @@ class CallResponse(Response):
         while num_finished < self._request.num_choices:
             piece = await self._next_piece()
             if isinstance(piece, Exception) and not is_started:
-                await self._send_response(error_response(self._dialect, refusal_of(piece)), send)
+                await self._send_response(self._refuse(refusal_of(piece)), send)
                 return
             if isinstance(piece, Exception):
                 raise StreamCutError("a call was lost in the middle of its answer") from piece

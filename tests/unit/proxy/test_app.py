@@ -6,11 +6,12 @@ import logging
 
 import httpx
 import openai
+import prometheus_client
 import pytest
 
 from services.common.errors import JobError, TemplateError
 from services.common.types import CellState, VersionSpan
-from tests.unit.proxy.conftest import Serve, Server, chat
+from tests.unit.proxy.conftest import JOB, Serve, Server, chat
 from tests.unit.proxy.fakes import KEY, PROMPT, RUN, FakeBackends, FakeCell, FakeShard, word
 from tests.waiting import until
 
@@ -291,6 +292,20 @@ async def test_too_long_prompt_gets_the_context_length_error(serve: Serve) -> No
         with pytest.raises(openai.BadRequestError) as caught:
             await server.openai().chat.completions.create(model="m", messages=HI, stream=True)  # type: ignore[call-overload]
     assert caught.value.code == "context_length_exceeded"
+
+
+async def test_every_refused_request_is_counted_by_its_kind(serve: Serve) -> None:
+    kinds = {"invalid_key": {"key": "g000001-r0.old"}, "invalid_request": {"messages": []}, "context_length": {}}
+    before = {kind: num_refusals(kind) for kind in kinds}
+    async with serve(FakeBackends(FakeShard(num_prompt_tokens=5000), a=FakeCell())) as server:
+        for asked in kinds.values():
+            await server.post(**asked)
+    assert {kind: num_refusals(kind) - before[kind] for kind in kinds} == dict.fromkeys(kinds, 1)
+
+
+def num_refusals(kind: str) -> float:
+    labels = {"job": JOB, "kind": kind}
+    return prometheus_client.REGISTRY.get_sample_value("tidegate_refusals_total", labels) or 0.0
 
 
 async def test_messages_that_the_template_refuses_are_the_harnesss_fault(serve: Serve) -> None:
