@@ -225,14 +225,14 @@ def test_a_client_that_reads_nothing_is_left(listen: Listen) -> None:
 
 
 def test_a_client_that_reads_slowly_gets_all(listen: Listen) -> None:
-    _, url = listen(App().asgi, send_timeout_s=0.4)
-    got = 0
+    _, url = listen(App().asgi, send_timeout_s=2)
+    got, started_s = 0, time.monotonic()
     with connect(url) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         slow.sendall(b"GET /big HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         while piece := slow.recv(1 << 18):
             got += len(piece)
-            time.sleep(0.015)
+            time.sleep(max(0.0, started_s + 5 * got / len(BIG) - time.monotonic()))  # 5 s in all: two looks and more
     assert got > len(BIG)
 
 
