@@ -24,7 +24,7 @@ def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
 
 
 async def coalesced(chunks: AsyncGenerator[GenerateChunk, None], hold_s: float) -> AsyncGenerator[GenerateChunk, None]:
-    """The same tokens in fewer chunks: after one is given, what comes within ``hold_s`` is put together.
+    """The same tokens in fewer chunks: each waits for ``hold_s``, and what comes meanwhile is put together with it.
 
     With a finish reason, another version or an error what was held is given at once. The source is closed with this.
     """

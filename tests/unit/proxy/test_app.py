@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from typing import Any
 
 import httpx
 import openai
@@ -295,7 +296,11 @@ async def test_too_long_prompt_gets_the_context_length_error(serve: Serve) -> No
 
 
 async def test_every_refused_request_is_counted_by_its_kind(serve: Serve) -> None:
-    kinds = {"invalid_key": {"key": "g000001-r0.old"}, "invalid_request": {"messages": []}, "context_length": {}}
+    kinds: dict[str, Any] = {
+        "invalid_key": {"key": "g000001-r0.old"},
+        "invalid_request": {"messages": []},
+        "context_length": {},
+    }
     before = {kind: num_refusals(kind) for kind in kinds}
     async with serve(FakeBackends(FakeShard(num_prompt_tokens=5000), a=FakeCell())) as server:
         for asked in kinds.values():
