@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -61,6 +62,15 @@ class ProxyConfig(BaseModel):
             raise ValueError("tls_cert and tls_key go together: set both or neither")
         return self
 
+    @model_validator(mode="after")
+    def _public_url_is_one(self) -> ProxyConfig:
+        if self.public_url and not is_base_url(self.public_url):
+            raise ValueError(
+                f"public_url {self.public_url!r} is no base URL: write http:// or https://, the host, a port where it "
+                "is another than the usual one, and no query"
+            )
+        return self
+
 
 _KNOWN_TOKENS = frozenset(
     {"admin", "changeme", "change-me", "default", "password", "secret", "test", "tidegate", "token", "123456"}
@@ -75,6 +85,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_base_url(url: str) -> bool:
+    """Whether a path can be put behind a text so that an HTTP client finds it."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    is_plain = not parts.query and not parts.fragment and not any(character.isspace() for character in url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and is_plain
 
 
 def refuse_public_bind(config: ProxyConfig) -> None:
