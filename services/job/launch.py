@@ -125,9 +125,9 @@ class _Job:
         """Start everything, follow the job, end everything. ``snapshot`` takes the newest one, whatever happens."""
         with Progress(self._console, self._plan.job_id, self._config.trainer.steps) as progress:
             try:
-                progress.note("starting shards, cells, trainer and proxy")
+                progress.note(f"starting shards, cells, trainer and proxy; their logs: {_session_logs()}")
                 scheduler = self._start(progress)
-                progress.note(f"logs of the actors: {_session_logs()}")
+                progress.note(f"harnesses reach the proxy at {self._place.harness_url}")
                 self._follow(scheduler, progress, snapshot)
             finally:
                 self._end()
@@ -299,6 +299,7 @@ class _Job:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(self._token + "\n")
         (self._plan.folder / "grpc-address").write_text(address + "\n", encoding="utf-8")
+        (self._plan.folder / "proxy-url").write_text(self._place.harness_url + "\n", encoding="utf-8")
 
     # -- follow -------------------------------------------------------------------------------------------------------
 
