@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name in names:
             if name in NPM_HARNESSES:
                 install_npm_harness(name, folder)
-    except InstallError as error:
+    except (InstallError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

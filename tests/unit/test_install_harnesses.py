@@ -58,3 +58,11 @@ def test_an_unknown_harness_is_refused_with_the_known_ones(capsys: pytest.Captur
     with pytest.raises(SystemExit):
         install.main(["codecs"])
     assert "no harness codecs; there are mini, pi" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert install.main(["pi", "--dir", str(tmp_path / "file" / "harnesses")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert str(tmp_path / "file") in said
