@@ -105,12 +105,12 @@ class GrowingRun:
             request = CanonicalRequest(OPENAI_CHAT.name, MODEL_NAME, tuple(self._messages), self._tools)
             pending = self.log.begin(self.log.match(request, self.bridge))
             output_ids = np.asarray([*self._renderer.encode(answer), self._end], dtype=np.int32)
-            self.log.complete(self.log.row(_record(pending.call_id, answer, output_ids)))
+            self.log.complete(self.log.row(record_of(pending.call_id, answer, output_ids)))
             self.num_tokens = pending.num_prompt_tokens + len(output_ids)
             self.history.grow(answer)
 
 
-def _record(call_id: str, answer: str, output_ids: Any) -> CallRecord:
+def record_of(call_id: str, answer: str, output_ids: Any) -> CallRecord:
     return CallRecord(
         call_id=call_id,
         run_id="g000000-r0",
