@@ -197,10 +197,10 @@ class CallServer:
                     deltas = call.reader.feed(call.answer.texts[-1])
                     if isinstance(call.reader, SlowReader) and call.reader.is_slow:
                         await asyncio.to_thread(call.reader.prepare)
+                last_deltas, parsed = call.reader.finish()
             except BaseException as error:
                 self._abandon(shard, call, error, is_late=deadline.expired())
                 raise
-            last_deltas, parsed = call.reader.finish()
             await self._store(shard, call, parsed, started_at_s)
         self._count(call, parsed, time.monotonic() - started_s)
         choice = Choice(request.choice, parsed, call.answer.finish_reason, call.answer.stop_string)

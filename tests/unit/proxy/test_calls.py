@@ -9,7 +9,7 @@ from services.common.ids import JobId, RunId
 from services.common.types import CellState, VersionSpan
 from services.proxy import calls
 from services.proxy.calls import Answer, CallFailedError, CallServer, Piece
-from services.proxy.parsing import PlainParser
+from services.proxy.parsing import AnswerReader, PlainParser
 from services.proxy.types import CanonicalRequest, Message
 from services.rollout.types import GenerateChunk, Sampling
 from services.trajectory.types import CallTicket
@@ -155,6 +155,21 @@ async def test_an_answer_that_is_stored_too_late_for_its_harness_is_kept_for_it(
     assert shard.append_gate is not None
     shard.append_gate.set()
     await until(lambda: shard.undelivered == [f"{RUN}-a0-c0"])
+
+
+async def test_nobody_waits_for_a_call_whose_answer_could_not_be_read() -> None:
+    class Failing(PlainParser):
+        def reader(self, request: CanonicalRequest, call_id: str) -> AnswerReader:
+            reader = super().reader(request, call_id)
+            reader.finish = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+            return reader
+
+    shard = FakeShard()
+    server = CallServer(JobId("j"), FakeBackends(shard, a=FakeCell()), Failing(), 20)
+    with pytest.raises(ZeroDivisionError):
+        await server.serve(RUN, KEY, REQUEST, lambda piece: None)
+    await until(lambda: shard.abandoned == [(f"{RUN}-a0-c0", "ZeroDivisionError")])
+    assert shard.partials[0].output_ids.tolist() == list(range(5))
 
 
 async def test_nobody_waits_for_a_call_that_could_not_be_stored() -> None:
