@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
 
 from services.common.errors import EngineError
 from services.common.ids import JobId
@@ -178,16 +177,13 @@ async def outcome_world(
     shard = open_shard(folder / "store", **options)
     backends.shard_for = lambda run_id: cast(Shard, shard)  # type: ignore[method-assign]
     await shard.open_group(GROUP)
-    outer = FastAPI(openapi_url=None)
-    outer.mount(
-        f"/{JOB}", create_app(JOB, ProxyConfig(call_timeout_s=call_timeout_s), "policy", backends, PlainParser())
-    )
-    server = uvicorn.Server(uvicorn.Config(outer, port=0, log_level="critical", access_log=False, log_config=None))
+    app = create_app(JOB, ProxyConfig(call_timeout_s=call_timeout_s), "policy", backends, PlainParser())
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", access_log=False, log_config=None))
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield World(shard, cell, f"http://127.0.0.1:{port}/{JOB}", folder)
+        yield World(shard, cell, f"http://127.0.0.1:{port}", folder)
     finally:
         server.should_exit = True
         await serving

@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 from services.common.ids import JobId
 from services.proxy.app import create_app
@@ -48,15 +47,13 @@ Serve = Callable[..., contextlib.AbstractAsyncContextManager[Server]]
 @contextlib.asynccontextmanager
 async def _serve(backends: FakeBackends, parser: AnswerParser | None = None, **config: Any) -> AsyncIterator[Server]:
     app = create_app(JOB, ProxyConfig(**config), "model-x", backends, parser or PlainParser())
-    outer = FastAPI(openapi_url=None)
-    outer.mount(f"/{JOB}", app)
     server = uvicorn.Server(
-        uvicorn.Config(outer, port=0, ws="none", log_level="warning", access_log=False, log_config=None)
+        uvicorn.Config(app, port=0, ws="none", log_level="warning", access_log=False, log_config=None)
     )
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
-    proxy = Server(f"http://127.0.0.1:{port}/{JOB}")
+    proxy = Server(f"http://127.0.0.1:{port}")
     try:
         yield proxy
     finally:
