@@ -13,7 +13,7 @@ import numpy as np
 from services.common.errors import ContextLengthError, InvariantError
 from services.proxy.conversation import stable_messages
 from services.proxy.parsing.schema import required_schema
-from services.proxy.types import CanonicalRequest, Message, ParsedAnswer, ToolCall
+from services.proxy.types import CallPurpose, CanonicalRequest, Message, ParsedAnswer, ToolCall
 from services.rollout.types import Sampling
 from services.trajectory.encoding import CallRow
 from services.trajectory.tree import TreeCall
@@ -74,11 +74,13 @@ def request_key(
     tool_choice: Mapping[str, Any] | None = None,
     response_schema: Mapping[str, Any] | None = None,
     agent_id: str = "",
+    purpose: CallPurpose = CallPurpose.TURN,
 ) -> str:
     """Tells requests of one prompt apart. A retry repeats its request, but a client that falls back from streaming
-    may ask for another limit. ``choice``: which of a request's answers."""
+    may ask for another limit. ``choice``: which of a request's answers. ``purpose``: a harness may ask for one token
+    of a prompt, to warm a cache, before it asks for the answer."""
     sampling = {name: value for name, value in requested_sampling.items() if name not in _LIMITS}
-    key = [sampling, choice, tool_choice, response_schema, agent_id]
+    key = [sampling, choice, tool_choice, response_schema, agent_id, purpose]
     return json.dumps(key, sort_keys=True, separators=(",", ":"), default=str)
 
 
@@ -160,5 +162,6 @@ def tree_call(row: CallRow) -> TreeCall:
             tool_choice=record.request.get("tool_choice"),
             response_schema=record.request.get("response_schema"),
             agent_id=record.agent_id,
+            purpose=record.purpose,
         ),
     )

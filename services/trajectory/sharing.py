@@ -28,6 +28,7 @@ def same_call_key(request: CanonicalRequest, last_node: int) -> Hashable:
         tool_choice=asdict(request.tool_choice),
         response_schema=request.response_schema,
         agent_id=request.lineage.agent_id,
+        purpose=request.lineage.purpose,
     )
     return last_node, key
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.common.types import VersionSpan
-from services.proxy.types import CanonicalRequest, Lineage, ToolChoice, ToolMode
+from services.proxy.types import CallPurpose, CanonicalRequest, Lineage, ToolChoice, ToolMode
 from services.rollout.types import Sampling
 from services.trajectory.sharing import LEASE_S, RequestBook, same_call_key
 from services.trajectory.types import CallTicket, PartialAnswer, SharedAnswer
@@ -104,6 +104,7 @@ def test_what_is_the_same_call() -> None:
         replace(request, response_schema={"type": "object"}),
         replace(request, choice=1),
         replace(request, lineage=Lineage(agent_id="sub")),
+        replace(request, lineage=Lineage(purpose=CallPurpose.SIDE)),
     ):
         assert key(other) != key(request)
     assert key(request, 4) != key(request, 3)
