@@ -29,6 +29,10 @@ test-unit: setup  ## Only the unit tests (a minute)
 test-scheduler: setup  ## The scheduler's state machine under 100,000 random events (some minutes)
 	TIDEGATE_EXAMPLES=2000 $(BIN)/python -m pytest tests/unit/scheduler/test_state_machine.py tests/unit/scheduler/test_order.py
 
+.PHONY: test-proxy-fuzz
+test-proxy-fuzz: setup  ## The proxy under thousands of odd requests and calls in any order (a quarter of an hour)
+	TIDEGATE_EXAMPLES=1000 $(BIN)/python -m pytest --override-ini timeout=1800 tests/unit/proxy/test_fuzz.py tests/unit/proxy/test_any_order.py
+
 .PHONY: test-harnesses
 test-harnesses: setup  ## Real harnesses against the live proxy: pi, mini, Claude Code, Codex, Qwen Code, opencode (1.6 GB, minutes)
 	$(BIN)/python scripts/install_harnesses.py
