@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from services.common.marks import longest_overlap
+
 _INCOMPLETE = "\ufffd"
 
 
@@ -59,11 +61,6 @@ class TextStream:
         if found:
             at, self.stop_string = min(found, key=lambda one: one[0])
             return text[:at]
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        held = longest_overlap(text, self._stop)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop`` without completing it."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from services.common.answer_formats import ReasoningFormat
+from services.common.marks import longest_overlap
 
 
 class _Phase(StrEnum):
@@ -130,12 +131,3 @@ def find_first(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
         return None
     at, _, mark = min(found)
     return at, mark
-
-
-def longest_overlap(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that begins a mark without completing it."""
-    return max((_overlap(text, mark) for mark in marks), default=0)
-
-
-def _overlap(text: str, mark: str) -> int:
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
