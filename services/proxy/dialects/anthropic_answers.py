@@ -21,7 +21,11 @@ _INVALID = "invalid_request_error"
 _ERRORS: dict[RefusalKind, tuple[int, str, str]] = {
     RefusalKind.INVALID_REQUEST: (400, _INVALID, "Invalid request"),
     RefusalKind.INVALID_KEY: (401, "authentication_error", "invalid x-api-key"),
-    RefusalKind.NOT_FOUND: (404, "not_found_error", "Not found"),
+    RefusalKind.NOT_FOUND: (
+        404,
+        "not_found_error",
+        "Not found. Known are /v1/messages, /v1/messages/count_tokens and /v1/models; a base URL ends before /v1.",
+    ),
     RefusalKind.METHOD_NOT_ALLOWED: (405, _INVALID, "Method not allowed"),
     RefusalKind.TURN_LIMIT: (400, _INVALID, "this run has made all the model calls that it may make."),
     RefusalKind.BODY_TIMEOUT: (408, "timeout_error", "The body of your request did not arrive in time."),
