@@ -111,8 +111,8 @@ class _Gate:
 
     async def call(self, dialect: Dialect, http: Request, key: str) -> Response:
         """Answer a model call."""
-        if self._num_ongoing >= self._config.max_ongoing_calls:
-            return self._refuse(dialect, RequestRefusedError(Refusal(RefusalKind.RATE_LIMITED)))
+        if self._is_full:
+            return self._error(dialect, Refusal(RefusalKind.RATE_LIMITED))
         self._num_ongoing += 1
         try:
             run_id, request = await self._read(http, key, dialect.parse)
@@ -132,16 +132,25 @@ class _Gate:
             send_timeout_s=self._config.send_timeout_s,
         )
 
+    @property
+    def _is_full(self) -> bool:
+        return self._num_ongoing >= self._config.max_ongoing_calls
+
     def _ended(self) -> None:
         self._num_ongoing -= 1
 
     async def count_tokens(self, dialect: Dialect, http: Request, key: str) -> Response:
         """Answer Anthropic's question for the length of a prompt."""
+        if self._is_full:
+            return self._error(dialect, Refusal(RefusalKind.RATE_LIMITED))
+        self._num_ongoing += 1
         try:
             run_id, request = await self._read(http, key, ANTHROPIC.parse_count)
             num_tokens = await self._calls.count_tokens(run_id, key, request)
         except Exception as error:
             return self._refuse(dialect, error)
+        finally:
+            self._ended()
         return JSONResponse(anthropic_answers.token_count(num_tokens))
 
     async def _read(

@@ -229,7 +229,9 @@ class CallServer:
 
     async def count_tokens(self, run_id: RunId, key: str, request: CanonicalRequest) -> int:
         """How many tokens the prompt of a request would have."""
-        return await self._backends.shard_for(run_id).count_tokens(run_id, key, request)
+        with self._as_failed_call():
+            async with asyncio.timeout(self._call_timeout_s):
+                return await self._backends.shard_for(run_id).count_tokens(run_id, key, request)
 
     def _begin(self, ticket: CallTicket, request: CanonicalRequest, emit: Emit) -> _Generation:
         answer = Answer.of(ticket.partial)

@@ -29,7 +29,7 @@ class ProxyConfig(BaseModel):
     call_timeout_s: float = Field(default=600, gt=0)
     """A call that no cell could finish by then fails (503 with retry-after)."""
     max_ongoing_calls: int = Field(default=2048, ge=1)
-    """Calls that one replica serves at once; further ones are refused (429 with retry-after)."""
+    """Requests that one replica serves at once; further ones are refused (429 with retry-after)."""
     body_timeout_s: float = Field(default=60, gt=0)
     """A request whose body is not there after this long is refused (408); where its head is not, its connection is
     closed."""

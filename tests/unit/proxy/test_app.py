@@ -295,6 +295,20 @@ async def test_too_long_prompt_gets_the_context_length_error(serve: Serve) -> No
     assert caught.value.code == "context_length_exceeded"
 
 
+async def test_no_more_than_so_many_requests_are_taken_at_once(serve: Serve) -> None:
+    cell = FakeCell(hangs_after=0)
+    async with serve(FakeBackends(FakeShard(), a=cell), max_ongoing_calls=1) as server:
+        asking = asyncio.create_task(server.post())
+        await until(lambda: bool(cell.requests))
+        for path in ("chat/completions", "responses", "messages", "messages/count_tokens"):
+            refused = await server.http.post(f"/run/{KEY}/v1/{path}", json=chat())
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        asking.cancel()
+        await until(lambda: bool(cell.aborted))
+        counted = await server.http.post(f"/run/{KEY}/v1/messages/count_tokens", json=chat())
+        assert counted.json() == {"input_tokens": 11}
+
+
 async def test_every_refused_request_is_counted_by_its_kind(serve: Serve) -> None:
     kinds: dict[str, Any] = {
         "invalid_key": {"key": "g000001-r0.old"},
