@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
+from pydantic import ValidationError
 
 from services.common.answer_formats import structure_tokens
 from services.common.errors import ConfigError, EngineError, MachineError, RequestError
@@ -357,5 +358,8 @@ def _engine_errors() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    if isinstance(error, ValidationError):  # its first line only counts what is wrong
+        lines = ["; ".join(problem["msg"] for problem in error.errors(include_url=False))]
+    else:
+        lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from services.rollout.cell import call_seed
 from services.rollout.config import CellsConfig, EngineConfig, RolloutConfig
-from services.rollout.engine import Engine, _sockets_folder, engine_env, hidden_ids
+from services.rollout.engine import Engine, _first_line, _sockets_folder, engine_env, hidden_ids
 from tests.unit.proxy.templates import CHATML
 from tests.unit.proxy.templates import tokenizer as tokenizer_of
 
@@ -35,6 +35,14 @@ def test_what_a_job_relies_on_cannot_be_overruled(name: str) -> None:
     with pytest.raises(ValidationError, match=name):
         EngineConfig(extra={name: 1})
     assert EngineConfig(extra={"seed": 1}).extra == {"seed": 1}
+
+
+def test_a_refused_setting_of_the_engine_is_named_with_its_reason() -> None:
+    """The first line of pydantic's message, by which vLLM refuses settings, only counts them."""
+    with pytest.raises(ValidationError) as refused:
+        EngineConfig(max_model_len=1)
+    assert _first_line(refused.value) == "ValidationError: Input should be greater than or equal to 16"
+    assert _first_line(RuntimeError("no memory\n  at line 3")) == "RuntimeError: no memory"
 
 
 def test_the_cell_can_be_imported_without_vllm() -> None:
