@@ -23,6 +23,8 @@ from services.trajectory.types import CallRecord, CallRole
 MIN_CARRIED_CHARS = 40
 """Shorter texts are found anywhere: they show no connection."""
 _MIN_LINE_CHARS = 20
+_MAX_LINES = 64
+"""So many lines of a long answer, evenly spread, stand for all: each is looked for in the whole opening."""
 MAX_OPENING_CHARS = 1 << 17
 """A conversation that goes on from a summary has it near its beginning; all of a long one would take seconds."""
 _MAX_CANDIDATES = 32
@@ -264,7 +266,8 @@ def is_carried(answer: str, text: str) -> bool:
     if answer in text:
         return True
     lines = [line.strip() for line in answer.splitlines() if len(line.strip()) >= _MIN_LINE_CHARS]
-    num_carried = sum(len(line) for line in lines if line in text)
+    every = -(-len(lines) // _MAX_LINES) or 1
+    num_carried = every * sum(len(line) for line in lines[::every] if line in text)
     return num_carried >= MIN_CARRIED_CHARS and 2 * num_carried >= len(answer)
 
 

@@ -147,6 +147,12 @@ def test_an_answer_is_carried_whole_or_by_most_of_its_lines() -> None:
     assert not is_carried("Done.", "Done. What now?")
 
 
+@pytest.mark.parametrize(("num_kept", "carried"), [(1000, True), (600, True), (400, False), (0, False)])
+def test_a_long_answer_is_carried_if_the_better_half_of_it_is(num_kept: int, carried: bool) -> None:
+    lines = [f"{at:04d}: what was found out in step {at:04d}" for at in range(1000)]
+    assert is_carried("\n".join(lines), "\n* ".join(["So far:", *lines[:num_kept]])) is carried
+
+
 COMPACTION, SIDE_CALL = CallPurpose.COMPACTION, CallPurpose.SIDE
 
 
