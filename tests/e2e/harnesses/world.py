@@ -22,6 +22,7 @@ from services.common.ids import JobId, RunId
 from services.proxy.app import create_app
 from services.proxy.backends import Shard
 from services.proxy.config import ProxyConfig
+from services.proxy.parsing import AnswerParser, SlowReader
 from services.proxy.parsing.load import load_parser
 from services.proxy.types import CanonicalRequest
 from services.rollout.text_stream import TextStream
@@ -329,7 +330,9 @@ async def harness_world(
     def after(exchange: Exchange) -> None:
         cell.is_well |= exchange.status >= 500 or (exchange.status == 200 and not exchange.is_whole)
 
-    tap = Tap(create_app(JOB, config, "policy", backends, load_parser(model, config)), after)
+    parser = load_parser(model, config)
+    await asyncio.to_thread(warm, parser)
+    tap = Tap(create_app(JOB, config, "policy", backends, parser), after)
     outer = FastAPI(openapi_url=None)
     outer.mount(f"/{JOB}", tap)
     server = uvicorn.Server(uvicorn.Config(outer, port=0, log_level="critical", access_log=False, log_config=None))
@@ -342,3 +345,11 @@ async def harness_world(
         server.should_exit = True
         await serving
         await shard.close()
+
+
+def warm(parser: AnswerParser) -> None:
+    """Have the parser import what it needs: as in a replica that has served calls already, no answer waits for it."""
+    tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+    reader = parser.reader(CanonicalRequest("openai_chat", "policy", (), tools=(tool,)), "warm")
+    if isinstance(reader, SlowReader):
+        reader.prepare()
