@@ -47,7 +47,7 @@ def create_app(
     lifespan: Any = None,
 ) -> FastAPI:
     """The app: a model server for harnesses, by three dialects. A run's key stands in the path or in a header."""
-    app = FastAPI(title="Tidegate proxy", openapi_url=None, lifespan=lifespan)
+    app = FastAPI(title="Tidegate proxy", openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     gate = _Gate(job_id, config, CallServer(job_id, backends, parser, config.call_timeout_s))
     created_s = int(time.time())
 
