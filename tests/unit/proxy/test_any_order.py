@@ -175,7 +175,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(
-    max_examples=max(3, int(os.environ.get("TIDEGATE_EXAMPLES", "30")) // 10),
+    max_examples=max(2, int(os.environ.get("TIDEGATE_EXAMPLES", "20")) // 10),
     stateful_step_count=20,
     deadline=None,
     print_blob=True,

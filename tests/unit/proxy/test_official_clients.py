@@ -205,7 +205,7 @@ class Messages:
         )
 
 
-VENDORS = [Chat, Responses, Messages]
+VENDORS: list[type[Vendor]] = [Chat, Responses, Messages]
 each_vendor = pytest.mark.parametrize("vendor", VENDORS, ids=lambda vendor: vendor.__name__)
 both_ways = pytest.mark.parametrize("way", ["streamed", "whole"])
 

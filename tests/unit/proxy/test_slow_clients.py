@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
+import socket
 import time
 import tracemalloc
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,6 +33,7 @@ _NUM_PIECES = 80
 _ANSWER_BYTES = len(_PIECE) * _NUM_PIECES
 
 Start = Callable[..., LiveProxy]
+_T = TypeVar("_T")
 
 
 class Flood(Model):
@@ -71,26 +75,32 @@ def check_refused(path: str, status: int, text: str, statuses: tuple[int, ...]) 
 # --- clients that send slowly --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("framing", [("content-length", b"1000"), ("transfer-encoding", b"chunked")])
-def test_a_body_that_comes_a_byte_at_a_time_is_refused(start: Start, path: str, framing: tuple[str, bytes]) -> None:
+def test_a_body_that_comes_a_byte_at_a_time_is_refused(start: Start) -> None:
     proxy = start(body_timeout_s=0.3)
-    byte = b"1\r\n{\r\n" if framing[1] == b"chunked" else b"{"
+    framings = (("content-length", b"1000", b"{"), ("transfer-encoding", b"chunked", b"1\r\n{\r\n"))
+    asked = [(path, *framing) for path in PATHS for framing in framings]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        for (path, *_), answer in zip(asked, threads.map(lambda one: _send_slowly(proxy, *one), asked), strict=True):
+            check_refused(path, *answer, (408,))
+    assert proxy.model.requests == []
+
+
+def _send_slowly(proxy: LiveProxy, path: str, name: str, value: bytes, byte: bytes) -> tuple[int, str]:
+    """Send a byte now and then until there is an answer; its status and text."""
     with Wire(proxy.address) as wire:
-        wire.head("POST", f"/run/{proxy.key}{path}", [framing])
+        wire.head("POST", f"/run/{proxy.key}{path}", [(name, value)])
         wire.socket.settimeout(0.02)
         started_s = time.monotonic()
         while time.monotonic() - started_s < DEADLINE_S:
             wire.socket.sendall(byte)
             try:
-                wire.socket.recv(1, 2)  # MSG_PEEK: it stays to be read
+                wire.socket.recv(1, socket.MSG_PEEK)
                 break
             except TimeoutError:
                 continue
         wire.socket.settimeout(DEADLINE_S)
         status, _, text = wire.answer()
-    check_refused(path, status, text, (400, 408))
-    assert proxy.model.requests == []
+    return status, text
 
 
 def test_clients_that_are_still_sending_count_as_calls(start: Start) -> None:
@@ -121,62 +131,65 @@ def traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
-def peak_growth_bytes(work: Callable[[], None]) -> int:
-    """By how much this process, the proxy in it, grew at most."""
+def peak_growth_bytes(work: Callable[[], _T]) -> tuple[int, _T]:
+    """By how much this process, the proxy in it, grew at most; and what ``work`` gave."""
     gc.collect()
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
-    work()
-    return tracemalloc.get_traced_memory()[1] - before
+    given = work()
+    return tracemalloc.get_traced_memory()[1] - before, given
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("path", PATHS)
-def test_a_body_beyond_the_limit_is_never_held(start: Start, path: str) -> None:
+def test_a_body_beyond_the_limit_is_never_held(start: Start) -> None:
     proxy = start(max_body_bytes=MAX_BODY_BYTES)
     piece = b" " * (1 << 16)
     chunk = b"%x\r\n%s\r\n" % (len(piece), piece)
 
-    def send_for_ever() -> None:
+    def send_for_ever(path: str) -> tuple[int, str]:
         with Wire(proxy.address) as wire:
             wire.head("POST", f"/run/{proxy.key}{path}", [("transfer-encoding", b"chunked")])
-            wire.socket.settimeout(0.5)
-            try:
-                for _ in range(40 * MAX_BODY_BYTES // len(piece)):
+            wire.socket.settimeout(0.2)
+            with contextlib.suppress(OSError):  # it takes no more
+                for _ in range(20 * MAX_BODY_BYTES // len(piece)):
                     wire.socket.sendall(chunk)
-            except OSError:  # it takes no more
-                pass
             wire.socket.settimeout(DEADLINE_S)
-            answers.append(wire.answer())
+            status, _, text = wire.answer()
+        return status, text
 
-    def announce() -> None:
+    def announce(path: str) -> tuple[int, str]:
         with Wire(proxy.address) as wire:
             wire.head("POST", f"/run/{proxy.key}{path}", [("content-length", b"99999999999")])
-            answers.append(wire.answer())
+            status, _, text = wire.answer()
+        return status, text
 
-    answers: list[tuple[int, dict[str, str], str]] = []
-    assert peak_growth_bytes(send_for_ever) < 4 * MAX_BODY_BYTES
-    assert peak_growth_bytes(announce) < MAX_BODY_BYTES
-    for status, _, text in answers:
-        if status:  # a client that goes on sending may find the connection reset instead
+    for path in PATHS:
+        growth_bytes, (status, text) = peak_growth_bytes(partial(send_for_ever, path))
+        assert growth_bytes < 4 * MAX_BODY_BYTES
+        if status:  # one that goes on sending may find the connection reset instead
             check_refused(path, status, text, (413,))
-    assert answers[-1][0] == 413
+        growth_bytes, answer = peak_growth_bytes(partial(announce, path))
+        assert growth_bytes < MAX_BODY_BYTES
+        check_refused(path, *answer, (413,))
 
 
 # --- clients that do not take what they asked for ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", CALLS)
-def test_a_client_that_never_reads_is_cut_and_its_call_aborted(start: Start, path: str) -> None:
+def test_a_client_that_never_reads_is_cut_and_its_call_aborted(start: Start) -> None:
     proxy = start(Flood(), send_timeout_s=0.3)
-    with Wire(proxy.address, receive_bytes=1 << 12) as wire:
-        wire.post(f"/run/{proxy.key}{path}", {**BODIES[path][0], "stream": True})
-        wait_until(lambda: proxy.model.aborted, DEADLINE_S)
-        end = wire.rest()[-200:]
-    assert b"[DONE]" not in end
-    assert b"message_stop" not in end
-    assert b"response.completed" not in end
+    for path in CALLS:
+        num_aborted = len(proxy.model.aborted)
+        with Wire(proxy.address, receive_bytes=1 << 12) as wire:
+            wire.post(f"/run/{proxy.key}{path}", {**BODIES[path][0], "stream": True})
+            wait_until(partial(_is_longer, proxy.model.aborted, num_aborted), DEADLINE_S)
+            end = wire.rest()[-200:]
+        assert not any(last in end for last in (b"[DONE]", b"message_stop", b"response.completed"))
     assert proxy.calls == []
+
+
+def _is_longer(known: list[str], num_before: int) -> bool:
+    return len(known) > num_before
 
 
 @pytest.mark.usefixtures("traced")
@@ -194,7 +207,7 @@ def test_many_clients_that_never_read_hold_their_answers_and_no_more(start: Star
             wire.socket.close()
 
     before, _ = tracemalloc.get_traced_memory()
-    assert peak_growth_bytes(ask_and_leave) < 2 * num_clients * _ANSWER_BYTES
+    assert peak_growth_bytes(ask_and_leave)[0] < 2 * num_clients * _ANSWER_BYTES
 
     def is_free() -> bool:
         """But for the text that each cut answer goes on behind if it is asked for again."""
@@ -222,14 +235,18 @@ def test_more_calls_than_a_replica_takes_are_told_when_to_come_again(start: Star
     assert proxy.http.post(f"/run/{proxy.key}{CHAT}", json=BODIES[CHAT][0]).status_code == 200
 
 
-@pytest.mark.parametrize("vendor", VENDORS, ids=lambda vendor: vendor.__name__)
-def test_what_keeps_a_silent_stream_alive_is_skipped_by_the_vendors_client(start: Start, vendor: type[Vendor]) -> None:
+def test_what_keeps_a_silent_stream_alive_is_skipped_by_the_vendors_clients(start: Start) -> None:
     model = Model(lambda prompt: TEXT, stepping=asyncio.Semaphore(0))
     proxy = start(model, keep_alive_s=0.05)
-    with ThreadPoolExecutor() as threads:
-        asking = threads.submit(lambda: list(vendor(proxy).pieces(says("hi"))))
-        wait_until(lambda: model.requests, DEADLINE_S)
-        for num_pieces in (0, 1, 1, 100):
+    with ThreadPoolExecutor(len(VENDORS)) as threads:
+        asking = [threads.submit(_read, vendor(proxy)) for vendor in VENDORS]
+        wait_until(lambda: len(model.requests) == len(VENDORS), DEADLINE_S)
+        for num_pieces in (0, 3, 3, 100):
             time.sleep(0.2)  # silence is what is tested
             proxy.let_run(num_pieces)
-        assert "".join(asking.result(DEADLINE_S)) == TEXT
+        for one in asking:
+            assert "".join(one.result(DEADLINE_S)) == TEXT
+
+
+def _read(asking: Vendor) -> list[str]:
+    return list(asking.pieces(says(type(asking).__name__)))
