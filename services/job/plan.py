@@ -19,6 +19,7 @@ from services.job.commit import Commit, read_commit
 from services.job.config import JobConfig
 from services.job.recorder import check_wandb
 from services.proxy.listener import check_tls
+from services.proxy.parsing.load import describe_parsers
 from services.rollout.harness import check_harness
 from services.rollout.sandbox import require_sandbox
 from services.rollout.scoring.config import FunctionScoring, HarborScoring
@@ -61,6 +62,7 @@ class Plan:
         table.add_row("model", f"{config.model.path} ({self.model_path}), trained {config.trainer.tune.kind}")
         table.add_row("tasks", f"{len(self.train_tasks)} to train on, {len(self.heldout_tasks)} held out")
         table.add_row("harness", f"{harness}, sandbox: {sandbox}")
+        table.add_row("answers", describe_parsers(self.model_path, config.proxy))
         table.add_row("scorer", describe(config.rollout.scoring))
         table.add_row("store", describe_store(config.trajectory.store))
         table.add_row("cells", f"{config.rollout.cells.num_cells} (cell-0 is the core)")

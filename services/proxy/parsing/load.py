@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from services.common.answer_formats import REASONING_FORMATS
 from services.common.errors import ConfigError, MachineError
 from services.proxy.config import ProxyConfig
 from services.proxy.parsing import AnswerParser
-from services.proxy.parsing.choice import check_parser_names, choose_parsers
+from services.proxy.parsing.choice import ParserChoice, check_parser_names, choose_parsers
 from services.proxy.parsing.vllm_parser import VllmParser, VllmParsers
-
-_log = logging.getLogger(__name__)
 
 
 def load_parser(model_path: str | Path, config: ProxyConfig) -> AnswerParser:
@@ -28,12 +25,10 @@ def load_parser(model_path: str | Path, config: ProxyConfig) -> AnswerParser:
     Raises ``ConfigError`` for a folder that cannot be read or an unknown parser, ``MachineError`` if vLLM is needed and
     not installed.
     """
-    check_parser_names(config.tool_parser, config.reasoning_parser)
     folder = Path(model_path)
     template = chat_template(folder)
-    choice = choose_parsers(template, _read_json(folder / "config.json"), config.tool_parser, config.reasoning_parser)
+    choice = _chosen(folder, template, config)
     is_open = bool(choice.reasoning) and opens_reasoning(template, choice.reasoning)
-    _log.info("%s: %s%s", folder.name, choice.reason, "; the prompt opens the reasoning" if is_open else "")
     if (choice.tool or choice.reasoning) and importlib.util.find_spec("vllm") is None:
         raise MachineError(
             "vLLM is not installed, and its parsers are needed.",
@@ -42,6 +37,24 @@ def load_parser(model_path: str | Path, config: ProxyConfig) -> AnswerParser:
         )
     vllm = VllmParsers(str(folder), choice.tool, choice.reasoning)
     return VllmParser(vllm, choice.tool, choice.reasoning, is_open=is_open)
+
+
+def describe_parsers(model_path: str | Path, config: ProxyConfig) -> str:
+    """Which parsers a model gets and why, for people. Raises ``ConfigError`` as ``load_parser`` does."""
+    folder = Path(model_path)
+    template = chat_template(folder)
+    choice = _chosen(folder, template, config)
+    notes = [choice.reason]
+    if choice.reasoning and opens_reasoning(template, choice.reasoning):
+        notes.append("the prompt opens the reasoning")
+    if "tools" not in template:
+        notes.append("the chat template does not show tools to the model")
+    return "; ".join(notes)
+
+
+def _chosen(folder: Path, template: str, config: ProxyConfig) -> ParserChoice:
+    check_parser_names(config.tool_parser, config.reasoning_parser)
+    return choose_parsers(template, _read_json(folder / "config.json"), config.tool_parser, config.reasoning_parser)
 
 
 def chat_template(folder: Path) -> str:

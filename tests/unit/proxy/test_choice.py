@@ -13,7 +13,7 @@ from services.common.errors import ConfigError
 from services.proxy.config import ProxyConfig
 from services.proxy.parsing import choice
 from services.proxy.parsing.choice import choose_parsers
-from services.proxy.parsing.load import chat_template, load_parser, opens_reasoning
+from services.proxy.parsing.load import chat_template, describe_parsers, load_parser, opens_reasoning
 from services.proxy.types import CanonicalRequest, ParsedAnswer
 from tests.unit.proxy.formats import TOOLS
 from tests.unit.proxy.templates import CHATML, FORGETFUL, STRICT_TOOLS, TOOLS_AND_REASONING
@@ -130,18 +130,25 @@ def test_answers_of_a_model_without_tools_and_reasoning_are_text(tmp_path: Path)
     assert reader.finish() == ([], ParsedAnswer("<tool_call>{"))
 
 
-def test_the_choice_and_its_reason_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+def test_the_choice_and_its_reason_are_told(tmp_path: Path) -> None:
     template = TOOLS_AND_REASONING.replace(
         "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}"
     )
-    parser = load_parser(model(tmp_path, template, model_type="qwen3"), ProxyConfig())
-    (line,) = caplog.messages
+    folder = model(tmp_path, template, model_type="qwen3")
+    line = describe_parsers(folder, ProxyConfig())
     for part in ("hermes", "'<tool_call>'", "qwen3", "its type is qwen3", "opens the reasoning"):
         assert part in line
+    assert "does not show tools" not in line
+    parser = load_parser(folder, ProxyConfig())
     reader = parser.reader(CanonicalRequest("openai_chat", "m", ()), "g000000-r0-a0-c0")
     deltas = reader.feed("why</think>so")
     assert [delta.text for delta in deltas] == ["why", "so"]
+
+
+def test_a_template_that_shows_no_tools_is_told_of(tmp_path: Path) -> None:
+    line = describe_parsers(model(tmp_path, CHATML, model_type="llama"), ProxyConfig())
+    assert line.startswith("tool parser none")
+    assert line.endswith("the chat template does not show tools to the model")
 
 
 def test_a_broken_model_folder_is_refused(tmp_path: Path) -> None:
