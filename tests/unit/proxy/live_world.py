@@ -16,7 +16,7 @@ import httpx
 from fastapi import FastAPI
 from ray import cloudpickle
 
-from services.common.errors import EngineError
+from services.common.errors import EngineError, JobError
 from services.common.ids import JobId, RunId
 from services.common.types import CellState
 from services.proxy.app import create_app
@@ -87,6 +87,8 @@ class Model(FakeCell):
     def __init__(self, script: Callable[[bytes], str] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.is_hanging = False
+        self.death: type[JobError] = EngineError
+        """What it raises when it dies: others may go on with the call, or (``JobError``) nobody."""
         self.script = script or (lambda prompt: ANSWERS[zlib.crc32(prompt) % len(ANSWERS)])
 
     async def generate(self, request: GenerateRequest, prompt_ref: Any) -> AsyncGenerator[GenerateChunk, None]:
@@ -100,7 +102,7 @@ class Model(FakeCell):
         for number, (ids, piece, reason) in enumerate(self._pieces(text, request)):
             if number == self.dies_after:
                 self.dies_after = 0
-                raise EngineError("the cell is lost.")
+                raise self.death("the cell is lost.")
             if number == self.hangs_after:
                 self.is_hanging = True
                 try:

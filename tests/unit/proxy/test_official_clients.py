@@ -16,6 +16,7 @@ import httpx2
 import openai
 import pytest
 
+from services.common.errors import JobError
 from services.common.types import CellState
 from tests.unit.proxy.live_world import ANSWERS, DEADLINE_S, LiveProxy, Model
 from tests.unit.proxy.templates import TOOLS_AND_REASONING
@@ -47,7 +48,7 @@ class Got:
 class Vendor(Protocol):
     """One dialect by its official client. ``said``: the items of the request."""
 
-    errors: Any
+    errors: ClassVar[Any]
     """The client's module."""
     tools: ClassVar[list[Any]]
 
@@ -69,7 +70,7 @@ class Vendor(Protocol):
 class Chat:
     """Chat Completions."""
 
-    errors = openai
+    errors: ClassVar[Any] = openai
     tools: ClassVar[list[Any]] = [
         {"type": "function", "function": {"name": "bash", "parameters": PARAMETERS, "strict": True}}
     ]
@@ -117,7 +118,7 @@ class Chat:
 class Responses:
     """Responses."""
 
-    errors = openai
+    errors: ClassVar[Any] = openai
     tools: ClassVar[list[Any]] = [{"type": "function", "name": "bash", "parameters": PARAMETERS, "strict": True}]
 
     def __init__(self, proxy: LiveProxy, *, key: str = "", max_retries: int = 0, url: str = "") -> None:
@@ -158,7 +159,7 @@ class Responses:
 class Messages:
     """Messages."""
 
-    errors = anthropic
+    errors: ClassVar[Any] = anthropic
     tools: ClassVar[list[Any]] = [{"name": "bash", "input_schema": PARAMETERS}]
 
     def __init__(self, proxy: LiveProxy, *, key: str = "", max_retries: int = 0, url: str = "") -> None:
@@ -223,7 +224,7 @@ def says(text: str) -> list[Any]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveProxy]:
     """For tests that leave nothing behind but calls of a run of their own."""
     folder = tmp_path_factory.mktemp("clients")
-    with LiveProxy(folder, TOOLS_AND_REASONING, max_tokens=400, call_timeout_s=0.4, max_body_bytes=1 << 16) as made:
+    with LiveProxy(folder, TOOLS_AND_REASONING, max_tokens=400, max_body_bytes=1 << 16) as made:
         yield made
 
 
@@ -231,6 +232,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveProxy]:
 def proxy(shared: LiveProxy) -> Iterator[LiveProxy]:
     shared.begin_run()
     model = shared.model
+    model.death = JobError
     for known in (model.requests, model.prompts, model.aborted):
         known.clear()
     yield shared
@@ -317,16 +319,16 @@ def test_too_many_calls_at_once_are_tried_again_when_the_proxy_says_so(tmp_path:
         assert busy.result(DEADLINE_S).text == trying.result(DEADLINE_S).text == TEXT
 
 
-def test_a_call_without_a_cell_is_tried_again_by_the_client_itself(proxy: LiveProxy) -> None:
-    proxy.model.script = lambda prompt: TEXT
-    proxy.publish(CellState.STALE)
-    with pytest.raises(openai.InternalServerError) as overloaded:
-        Chat(proxy).streamed(says("hi"))
-    assert overloaded.value.status_code == 503
-    assert overloaded.value.response.headers["retry-after"] == "1"
-    threading.Timer(0.6, proxy.publish, (CellState.SERVING,)).start()
-    assert Chat(proxy, max_retries=4).streamed(says("hi")).text == TEXT
-    assert len(proxy.calls) == len(proxy.model.requests) == 1
+def test_a_call_without_a_cell_is_tried_again_by_the_client_itself(tmp_path: Path) -> None:
+    with LiveProxy(tmp_path, model=Model(lambda prompt: TEXT), call_timeout_s=0.5) as proxy:
+        proxy.publish(CellState.STALE)
+        with pytest.raises(openai.InternalServerError) as overloaded:
+            Chat(proxy).streamed(says("hi"))
+        assert overloaded.value.status_code == 503
+        assert overloaded.value.response.headers["retry-after"] == "1"
+        threading.Timer(0.7, proxy.publish, (CellState.SERVING,)).start()
+        assert Chat(proxy, max_retries=9).streamed(says("hi")).text == TEXT
+        assert len(proxy.calls) == 1
 
 
 # --- cancels -------------------------------------------------------------------------------------------------------
@@ -361,7 +363,7 @@ async def test_a_task_that_is_cancelled_aborts_its_call(proxy: LiveProxy, vendor
 def test_a_cut_stream_is_an_error_and_asked_again_it_is_one_generation(
     proxy: LiveProxy, vendor: type[Vendor], again: str
 ) -> None:
-    """The cell is lost for good behind some pieces. ``not streamed`` is what Claude Code does then."""
+    """The call is lost for good behind some pieces. ``not streamed`` is what Claude Code does then."""
     proxy.model.script, proxy.model.dies_after = (lambda prompt: TEXT), 2
     asking, seen = vendor(proxy), []
     with pytest.raises(CUT):  # noqa: PT012 - what came before the error is kept
@@ -388,24 +390,14 @@ def test_the_clients_own_retry_of_a_lost_call_goes_on_behind_what_was_sampled(
     proxy: LiveProxy, vendor: type[Vendor]
 ) -> None:
     proxy.model.script, proxy.model.dies_after = (lambda prompt: TEXT), 3
-    asking = ThreadPoolExecutor(1).submit(vendor(proxy, max_retries=3).whole, says("hi"))
-    wait_until(lambda: proxy.model.dies_after == 0, DEADLINE_S)
-    proxy.publish(CellState.STALE)
-    wait_until(lambda: not proxy.in_loop(_pending(proxy)), DEADLINE_S)
-    proxy.model.dies_after = None
-    proxy.publish(CellState.SERVING)
-    assert asking.result(DEADLINE_S).text == TEXT
-    assert proxy.model.requests[-1].generated_ids
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(vendor(proxy, max_retries=3).whole, says("hi"))
+        wait_until(lambda: proxy.model.dies_after == 0, DEADLINE_S)
+        proxy.model.dies_after = None
+        assert asking.result(DEADLINE_S).text == TEXT
+    assert [bool(request.generated_ids) for request in proxy.model.requests] == [False, True]
     (call,) = proxy.calls
     assert call.output_text == TEXT
-
-
-async def _pending(proxy: LiveProxy) -> list[str]:
-    """Calls of the run that are being made."""
-    run = proxy.shard._groups.find_run(proxy.run_id)
-    assert run is not None
-    assert run.log is not None
-    return list(run.log.pending)
 
 
 @each_vendor
