@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.proxy_load import free_port
 
-REQUIREMENT = "litellm[proxy]==1.110.2"
+REQUIREMENT = "litellm[proxy]==1.108.7"
+"""The newest release all parts of which can be had from PyPI."""
 KEY = "sk-" + secrets.token_hex(32)
 """LiteLLM does not start without a master key."""
 _START_TIMEOUT_S = 180.0
@@ -30,7 +31,7 @@ _SETTINGS = {
 
 def environment(cache_dir: Path) -> Path:
     """The folder of LiteLLM's environment, made if it is not there (750 MB, a minute or two)."""
-    folder = cache_dir / "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in REQUIREMENT)
+    folder = cache_dir / REQUIREMENT.replace("[", "-").replace("]", "").replace("==", "-")
     installed = folder / ".installed"
     if not installed.is_file():
         print(f"installing {REQUIREMENT} in {folder}", file=sys.stderr)
