@@ -195,9 +195,10 @@ class CallServer:
                 async with asyncio.timeout_at(deadline_s) as deadline:
                     await self._generate(call)
                     deltas = call.reader.feed(call.answer.texts[-1])
-                    if isinstance(call.reader, SlowReader) and call.reader.is_slow:
-                        await asyncio.to_thread(call.reader.prepare)
-                last_deltas, parsed = call.reader.finish()
+                    # vLLM's parsers take minutes over some kilobytes that a model said again and again
+                    in_thread = isinstance(call.reader, SlowReader)
+                    ended = await asyncio.to_thread(call.reader.finish) if in_thread else call.reader.finish()
+                    last_deltas, parsed = ended
             except BaseException as error:
                 self._abandon(shard, call, error, is_late=deadline.expired())
                 raise

@@ -21,7 +21,8 @@ class AnswerReader(Protocol):
 
 @runtime_checkable
 class SlowReader(Protocol):
-    """A reader whose ``finish`` may have to wait, the first time, for what takes seconds to import."""
+    """A reader whose ``finish`` is to be called in a thread: it may take long, and the first time it may have to wait
+    for what takes seconds to import."""
 
     @property
     def is_slow(self) -> bool:

@@ -53,6 +53,8 @@ class VllmParsers:
         self._model_path, self._tool, self._reasoning = model_path, tool, reasoning
         self._load_tokenizer = load_tokenizer
         self._loading = threading.Lock()
+        self._remembering = threading.Lock()
+        """Answers are read in several threads."""
         self._is_warm = False
         self._is_loaded = False
         self._failure: Exception | None = None
@@ -130,6 +132,10 @@ class VllmParsers:
 
     def _request(self, tools: tuple[dict[str, Any], ...]) -> Any:
         """A request with these tools in vLLM's types, of the last ones if the tools are equal."""
+        with self._remembering:
+            return self._remembered(tools)
+
+    def _remembered(self, tools: tuple[dict[str, Any], ...]) -> Any:
         for index, (known, request) in enumerate(self._requests):
             if known == tools:
                 self._requests.insert(0, self._requests.pop(index))

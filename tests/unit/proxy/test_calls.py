@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -10,7 +11,7 @@ from services.common.types import CellState, VersionSpan
 from services.proxy import calls
 from services.proxy.calls import Answer, CallFailedError, CallServer, Piece
 from services.proxy.parsing import AnswerReader, PlainParser
-from services.proxy.types import CanonicalRequest, Message
+from services.proxy.types import CanonicalRequest, Delta, Message, ParsedAnswer
 from services.rollout.types import GenerateChunk, Sampling
 from services.trajectory.types import CallTicket
 from tests.unit.proxy.fakes import KEY, RUN, FakeBackends, FakeCell, FakeShard, word
@@ -155,6 +156,37 @@ async def test_an_answer_that_is_stored_too_late_for_its_harness_is_kept_for_it(
     assert shard.append_gate is not None
     shard.append_gate.set()
     await until(lambda: shard.undelivered == [f"{RUN}-a0-c0"])
+
+
+async def test_other_calls_go_on_while_an_answer_is_read_slowly() -> None:
+    may_end = threading.Event()
+
+    class Slow:
+        is_slow = False
+
+        def prepare(self) -> None: ...
+
+        def feed(self, text: str) -> list[Delta]:
+            return []
+
+        def finish(self) -> tuple[list[Delta], ParsedAnswer]:
+            assert may_end.wait(20)
+            return [], ParsedAnswer("read")
+
+    class SlowParser:
+        def reader(self, request: CanonicalRequest, call_id: str) -> AnswerReader:
+            return Slow()
+
+    shard, cell = FakeShard(), FakeCell()
+    server = CallServer(JobId("j"), FakeBackends(shard, a=cell), SlowParser(), 20)
+    serving = asyncio.create_task(server.serve(RUN, KEY, REQUEST, lambda piece: None))
+    await until(lambda: bool(cell.requests))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert shard.records == []
+    may_end.set()
+    await serving
+    assert shard.records[0].answer == ParsedAnswer("read")
 
 
 async def test_nobody_waits_for_a_call_whose_answer_could_not_be_read() -> None:
