@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
+import logging
 import socket
 import ssl
 import threading
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.common.errors import ConfigError, JobError, MachineError
 from services.proxy.config import ProxyConfig
+from services.proxy.responses import is_no_cut
 
 _BACKLOG = 2048
 _IDLE_S = 120
@@ -129,6 +131,7 @@ class HttpListener:
             ssl_keyfile=config.tls_key or None,
         )
         self._server = _Server(settings, self._up)
+        logging.getLogger("uvicorn.error").addFilter(is_no_cut)
 
     def start(self, timeout_s: float = 120.0) -> None:
         """Return once connections are accepted. Raises ``MachineError`` if the port is taken, ``JobError``."""

@@ -36,6 +36,12 @@ class StreamCutError(Exception):
     """
 
 
+def is_no_cut(record: logging.LogRecord) -> bool:
+    """A filter for the server's log: it takes a cut for a fault of the app, with a traceback. What befell the call is
+    logged where it did."""
+    return not (record.exc_info and isinstance(record.exc_info[1], StreamCutError))
+
+
 class RequestRefusedError(Exception):
     """A request gets an error instead of an answer."""
 
@@ -133,9 +139,9 @@ class CallResponse(Response):
         try:
             await self._serve(request, self._take)
         except Exception as error:  # whatever befell the call: the sender answers for it
+            self._pieces.put_nowait(error)
             if not isinstance(error, RequestError | AccessError):
                 logger.warning("a call failed: %s", error, exc_info=not isinstance(error, JobError))
-            self._pieces.put_nowait(error)
 
     def _take(self, piece: Piece) -> None:
         if piece.finished is not None:

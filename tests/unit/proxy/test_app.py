@@ -12,6 +12,7 @@ import pytest
 
 from services.common.errors import JobError, TemplateError
 from services.common.types import CellState, VersionSpan
+from services.proxy.responses import StreamCutError, is_no_cut
 from tests.unit.proxy.conftest import JOB, Serve, Server, chat
 from tests.unit.proxy.fakes import KEY, PROMPT, RUN, FakeBackends, FakeCell, FakeShard, word
 from tests.waiting import until
@@ -226,6 +227,14 @@ async def test_stream_that_is_lost_midway_is_cut_and_never_looks_whole(serve: Se
     assert "[DONE]" not in seen
     assert len(shard.abandoned) == 2
     assert shard.records == []
+
+
+def test_a_cut_is_no_fault_to_the_servers_log() -> None:
+    def record(error: Exception) -> logging.LogRecord:
+        return logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "", None, (type(error), error, None))
+
+    assert not is_no_cut(record(StreamCutError("lost")))
+    assert is_no_cut(record(KeyError("x")))
 
 
 @pytest.mark.parametrize("stream", [True, False])
