@@ -25,7 +25,7 @@ from services.proxy.deployment import ProxySettings
 from services.rollout.coalesce import coalesced
 from services.rollout.types import GenerateChunk, GenerateRequest, Sampling
 from services.trajectory.actor import TrajectoryShard
-from services.trajectory.call_desk import _INLINE_PROMPT_BYTES
+from services.trajectory.call_desk import INLINE_PROMPT_BYTES
 from services.trajectory.config import TrajectoryConfig
 from services.trajectory.types import GroupSpec
 
@@ -78,7 +78,7 @@ class Prompts:
     async def ticket(self, num_tokens: int) -> tuple[float, Any]:
         """When the prompt was whole, on the machine's monotonic clock, and what the ticket says of it."""
         ids = self._ids[:num_tokens].copy()
-        return time.monotonic(), ids if ids.nbytes <= _INLINE_PROMPT_BYTES else [ray.put(ids)]
+        return time.monotonic(), ids if ids.nbytes <= INLINE_PROMPT_BYTES else [ray.put(ids)]
 
 
 class OneTable:

@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZER_THREADS = 4
 """So many runs' new texts are tokenised at once: one long prompt holds up no other run."""
-_INLINE_PROMPT_BYTES = 1 << 16
+_SMALL_CHARS = 1 << 12
+_SMALL_TOKENS = 1 << 12
+"""So little is worked on at once: handing it to a thread and back costs more than it frees the event loop."""
+INLINE_PROMPT_BYTES = 1 << 16
 """Shorter prompts travel in the ticket itself: an object of their own costs more than their bytes."""
 
 _P = ParamSpec("_P")
@@ -68,6 +71,7 @@ class CallDesk:
         self._max_model_len = max_model_len
         self._as_ref = as_ref
         self._tag = secrets.token_hex(4)
+        self._is_thread_safe = renderer.is_thread_safe
         num_threads = _TOKENIZER_THREADS if renderer.is_thread_safe else 1
         self._tokenizer = ThreadPoolExecutor(num_threads, "tokenizer")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -89,7 +93,7 @@ class CallDesk:
         async with run.lock:
             await self._load(run)
             request = await self._whole(log, request)
-            matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
+            matched = await self._matched(log, request)
             self._groups.authorise(run_id, key)  # the attempt may have been closed meanwhile
             same_call = matched.same_call_key
             shared_id = log.requests.shared_call(same_call, is_retry=request.is_retry)
@@ -146,7 +150,7 @@ class CallDesk:
         run, log = self._groups.authorise(run_id, key)
         async with run.lock:
             await self._load(run)
-            matched = await self._in_thread(self._tokenizer, log.match, request, self._bridge)
+            matched = await self._matched(log, request)
         return len(matched.prompt.ids)
 
     async def shared_answer(self, run_id: str, call_id: str) -> SharedAnswer | None:
@@ -209,7 +213,7 @@ class CallDesk:
     # -- inside --
 
     def _prompt_ref(self, ids: TokenIds) -> Any:
-        return ids if self._as_ref is None or ids.nbytes <= _INLINE_PROMPT_BYTES else self._as_ref(ids)
+        return ids if self._as_ref is None or ids.nbytes <= INLINE_PROMPT_BYTES else self._as_ref(ids)
 
     def _tell_ended(self, call_id: str) -> None:
         """Wake the requests that wait for a call."""
@@ -253,7 +257,8 @@ class CallDesk:
                 )
             check_record(record)
             row = log.row(record)
-            columns = await asyncio.to_thread(columns_of, row)
+            is_small = len(row.new_prompt_ids) + len(record.output_ids) <= _SMALL_TOKENS
+            columns = columns_of(row) if is_small else await asyncio.to_thread(columns_of, row)
             if not await self._commit(self._store.append_encoded, columns):
                 raise InvariantError(f"the store holds another call {record.call_id}", f"attempt {log.attempt}")
             log.complete(row)
@@ -269,14 +274,23 @@ class CallDesk:
         """Have the store do something; it is durable on return. What comes at one time shares a commit."""
         return await asyncio.wrap_future(self._store.submit(method, *args, **kwargs))
 
-    async def _in_thread(self, pool: ThreadPoolExecutor, work: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+    async def _matched(self, log: AttemptLog, request: CanonicalRequest) -> Matched:
+        if self._is_thread_safe and _is_small(request):
+            return log.match(request, self._bridge)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizer, log.match, request, self._bridge)
 
     def _task(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _is_small(request: CanonicalRequest) -> bool:
+    """Whether a request is matched and rendered in a moment. Tools are long, as a rule."""
+    messages = request.messages
+    return not request.tools and len(messages) <= 16 and sum(len(one.content) for one in messages) <= _SMALL_CHARS
 
 
 def _shared_ticket(log: AttemptLog, call_id: str) -> CallTicket:
