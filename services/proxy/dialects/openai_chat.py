@@ -299,6 +299,8 @@ def _tool_choice(given: Mapping[str, Any]) -> ToolChoice:
     if isinstance(chosen, str):
         if chosen not in tuple(ToolMode):
             raise invalid("tool_choice", "Supported values are: 'none', 'auto', and 'required'.")
+        if chosen == ToolMode.REQUIRED and not given.get("tools"):
+            raise invalid("tool_choice", "'required' needs 'tools'.")
         return ToolChoice(ToolMode(chosen), is_parallel=is_parallel)
     chosen = typed(chosen, dict, "tool_choice", "a string or an object")
     if chosen.get("type") == "allowed_tools":

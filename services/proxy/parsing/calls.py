@@ -13,8 +13,28 @@ _NO_NAME = re.compile(r"""[\s\[\]{}()<>"'`]""")
 """What no vendor takes in a tool's name; in a model's text it is a piece of syntax that was not understood."""
 
 
+_INNER_MARKS = (
+    ("<parameter", "</parameter"),
+    ("<function", "</function"),
+    ("<invoke", "</invoke"),
+    ("<arg_key>", "</arg_key>"),
+    ("<arg_value>", "</arg_value>"),
+    ("<tool_call>", "</tool_call>"),
+)
+_MAX_OPEN_MARKS = 32
+_NESTED = re.compile(r"(?:[{\[]\s*(?:[^\s{}\[\]:]{1,64}\s*:\s*)?){65}")
+"""Brackets within brackets, with nothing but keys between."""
+
+
 class MalformedCallError(ValueError):
     """What began as a tool call is none."""
+
+
+def is_runaway(text: str) -> bool:
+    """Whether a text begins marks or brackets over and over without ending them, as a model does that repeats itself.
+    vLLM's parsers take minutes for some kilobytes of that, and nothing can stop them."""
+    is_open = any(text.count(begin) - text.count(end) > _MAX_OPEN_MARKS for begin, end in _INNER_MARKS)
+    return is_open or _NESTED.search(text) is not None
 
 
 def tool_call_id(call_id: str, ordinal: int) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from services.common.answer_formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
 from services.proxy.parsing import AnswerReader
-from services.proxy.parsing.calls import MalformedCallError, make_call
+from services.proxy.parsing.calls import MalformedCallError, is_runaway, make_call
 from services.proxy.parsing.forced import ForcedReader
 from services.proxy.parsing.schema import is_forced, is_masked, may_call
 from services.proxy.parsing.split import CallSplit, ReasoningSplit
@@ -280,6 +280,8 @@ class _Reader:
         if self._tool_format is None or not body:
             return (), head + body, 0
         num_expected = _count_calls(body, self._tool_format)
+        if is_runaway(body):
+            return (), head + body, max(num_expected, 1)
         try:
             found = self._vllm.tool_calls(body, self._request.tools)
             if not found.calls or not may_call(self._request):

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from services.proxy.dialects.fields import to_json
-from services.proxy.parsing.calls import MalformedCallError, checked_call, make_call, tool_call_id
+from services.proxy.parsing.calls import MalformedCallError, checked_call, is_runaway, make_call, tool_call_id
 from services.proxy.parsing.forced import ForcedReader
 from services.proxy.types import CanonicalRequest, Delta, DeltaKind, ParsedAnswer, ToolCall, ToolChoice, ToolMode
 from tests.unit.proxy.formats import TOOLS
@@ -93,3 +93,34 @@ def test_a_forced_answer_that_was_cut_is_text(text: str, name: str) -> None:
 
 def test_a_forced_answer_without_a_token_is_empty() -> None:
     assert forced("") == ([], ParsedAnswer("", num_malformed_calls=1))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<function=f>" + "<parameter=a>" * 1000,
+        "<tool_call>" * 100,
+        '{"a":' * 100,
+        "[" * 100,
+        "call:f" + "{a:" * 100,
+        "{ " * 100,
+    ],
+)
+def test_a_text_that_begins_and_never_ends_is_runaway(text: str) -> None:
+    assert is_runaway(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<function=f>" + "<parameter=a>x</parameter>" * 1000 + "</function>",
+        json.dumps({"content": "\x1b[31mred " * 500}),
+        "<parameter=content>" + "<td>" * 500 + "if (a[0]) { b[i] = {1: [2]}; " * 500 + "</parameter>",
+        '{"a": ' * 40 + "1" + "}" * 40,
+        "x" * 100_000,
+        "[x " * 100_000,
+        '{"k": "v", ' * 20_000,
+    ],
+)
+def test_long_and_bracketed_texts_are_not(text: str) -> None:
+    assert not is_runaway(text)

@@ -137,6 +137,7 @@ def test_lone_surrogates_are_replaced_and_pairs_are_kept() -> None:
         (body(tools=[{"type": "web_search"}]), "tools[0].type"),
         (body(tools=[{"type": "function"}]), "tools[0].function"),
         (body(tool_choice="some"), "tool_choice"),
+        (body(tool_choice="required"), "tool_choice"),
         (body(tool_choice={"type": "function", "function": {"name": "x"}}), "tool_choice"),
         (body(parallel_tool_calls=1), "parallel_tool_calls"),
         (body(response_format={"type": "xml"}), "response_format.type"),
