@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -25,6 +25,7 @@ from services.common.names import RAY_NAMESPACE, rollout_actor, shard_actor
 from services.common.types import CellRoute, CellState, RouteTable
 from services.proxy.backends import RayBackends, Routes, Shard
 from services.proxy.calls import CallServer, Piece
+from services.proxy.parsing import PlainParser
 from services.proxy.types import CanonicalRequest
 from services.rollout.types import GenerateChunk, GenerateRequest
 from services.trajectory.actor import TrajectoryShard
@@ -169,6 +170,8 @@ class _NotingShard:
 
     async def match_call(self, run_id: str, key: str, request: CanonicalRequest) -> CallTicket:
         ticket = await self._shard.match_call(run_id, key, request)
+        if ticket.is_shared:
+            return ticket
         assert ticket.call_id not in self._books.tickets, f"{ticket.call_id} was given to two calls"
         self._books.tickets[ticket.call_id] = ticket
         return ticket
@@ -180,8 +183,8 @@ class _NotingShard:
         self._books.acknowledged[record.call_id] = record
         self._books.num_acknowledged[self._index] += 1
 
-    async def abandon_call(self, call_id: str, reason: str, *, engine_lost: bool = False) -> None:
-        await self._shard.abandon_call(call_id, reason, engine_lost=engine_lost)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shard, name)
 
 
 class NotingBackends(RayBackends):
@@ -192,7 +195,8 @@ class NotingBackends(RayBackends):
         self._books = books
 
     def shard_for(self, run_id: RunId) -> Shard:
-        return _NotingShard(super().shard_for(run_id), shard_of(run_id, NUM_SHARDS), self._books)
+        noting = _NotingShard(super().shard_for(run_id), shard_of(run_id, NUM_SHARDS), self._books)
+        return cast(Shard, noting)
 
 
 # -- harnesses --------------------------------------------------------------------------------------------------------
@@ -201,10 +205,14 @@ class NotingBackends(RayBackends):
 class Load:
     """Harnesses that ask, one call after the other in each of their conversations, and again where they are refused."""
 
-    def __init__(self, job_id: JobId, routes: Routes, keys: Mapping[str, str], *, num_conversations: int) -> None:
-        """``keys`` by run. Each run has so many conversations at a time: its main one, and subagents."""
+    def __init__(
+        self, job_id: JobId, routes: Routes, keys: Mapping[str, str], *, num_conversations: int, padding: str = ""
+    ) -> None:
+        """``keys`` by run. Each run has so many conversations at a time: its main one, and subagents. ``padding``
+        makes each question longer."""
+        self._padding = padding
         self.books = Books()
-        self._server = CallServer(job_id, NotingBackends(job_id, routes, self.books), _CALL_TIMEOUT_S)
+        self._server = CallServer(job_id, NotingBackends(job_id, routes, self.books), PlainParser(), _CALL_TIMEOUT_S)
         self._is_over = False
         self._tasks = [
             asyncio.create_task(self._converse(RunId(run_id), key, f"agent {number} of {run_id}"))
@@ -235,7 +243,7 @@ class Load:
             if len(contents) >= 2 * _TURNS_OF_A_CONVERSATION:  # it compacts its history
                 contents = [f"{name} went on from {contents[-1]}"]
             else:
-                contents.append(f"{name} asks {number}")
+                contents.append(f"{name} asks {number}{self._padding}")
             number += 1
             contents.append(await self._answer(run_id, key, ask(*contents)))
 
@@ -248,7 +256,9 @@ class Load:
                 self.books.num_refused[type(error).__name__] += 1
                 await asyncio.sleep(0.05)
             else:
-                return pieces[-1].answer.text
+                finished = pieces[-1].finished
+                assert finished is not None
+                return finished.answer.text
 
 
 @dataclass(frozen=True)

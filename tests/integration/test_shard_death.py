@@ -21,6 +21,7 @@ from services.rollout.types import RunResult
 from services.trainer.cell import fetch_micro_step
 from services.trainer.commands import MicroStepAt
 from services.trainer.types import MicroStep
+from services.trajectory.call_desk import INLINE_PROMPT_BYTES
 from services.trajectory.config import TrajectoryConfig
 from services.trajectory.store import list_runs, read_run
 from services.trajectory.types import CallRecord, GroupResult, GroupSpec
@@ -173,7 +174,9 @@ async def test_a_call_whose_prompt_went_with_its_shard_is_asked_for_again_at_onc
     cell, open_routes = start_cell(job_id)
     await shard.open_group.remote(spec)
     run_id = spec.run_ids[0]
-    load = Load(job_id, routes, {run_id: await shard.open_attempt.remote(run_id, 0)}, num_conversations=1)
+    keys = {run_id: await shard.open_attempt.remote(run_id, 0)}
+    too_long_for_a_ticket = "." * (INLINE_PROMPT_BYTES // 4)  # a token of 4 bytes each
+    load = Load(job_id, routes, keys, num_conversations=1, padding=too_long_for_a_ticket)
     await until(lambda: len(load.books.tickets) == 1)  # no cell serves yet
     pid = await kill(shard)
     await serves_again(shard, pid, RESTART_DEADLINE_S)
