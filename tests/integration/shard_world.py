@@ -54,7 +54,7 @@ def start_shard(job_id: JobId, index: int, folder: Path, **options: Any) -> Any:
             max_restarts=-1,
             max_task_retries=-1,
         )
-        .remote(job_id, index, config, str(folder), "", SAMPLING, 10_000, as_ref=ray.put, **arguments)
+        .remote(job_id, index, config, str(folder), "", SAMPLING, 1_000_000, as_ref=ray.put, **arguments)
     )
 
 
