@@ -183,7 +183,9 @@ async def test_a_call_whose_prompt_went_with_its_shard_is_asked_for_again_at_onc
     routes.offer(open_routes.table)
     await load.until_acknowledged(0, 1, timeout_s=30.0)
     await load.end()
-    assert load.books.num_refused == {"JobError": 1}
+    # once: by the cell, which misses the prompt, or where that came to it in time, by the shard, which misses the call
+    assert sum(load.books.num_refused.values()) == 1
+    assert set(load.books.num_refused) <= {"JobError", "NotFoundError"}
     for actor in (shard, cell):
         ray.kill(actor)
 
