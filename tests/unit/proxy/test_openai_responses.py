@@ -349,7 +349,7 @@ ITEMS: list[tuple[str, list[dict[str, Any]], tuple[Message, ...]]] = [
         {"type": "local_shell_call_output", "id": "c", "output": "x"}],
         (Message("assistant", "", tool_calls=(ToolCall("c", "local_shell", {"command": ["ls"]}),)),
          Message("tool", "x", tool_call_id="c"))),
-    ("an agent's message", [{"type": "agent_message", "author": "/root", "recipient": "/root/a", "content": [
+    ("an agent's message", [{"type": "agent_message", "author": "/lead", "recipient": "/lead/a", "content": [
         {"type": "input_text", "text": "Payload:"}, {"type": "encrypted_content", "encrypted_content": "do it"}]}],
         (Message("user", "Payload:\ndo it"),)),
     ("hosted tools' items", [{"type": "web_search_call", "id": "w", "status": "completed"},
