@@ -43,14 +43,16 @@ def last_sequence(records: list[LoggedEvent], kind: str, before: int) -> int:
 
 
 def a_satellite_trains(job: jobs.Job) -> bool:
-    """Whether one does now, in a burst behind step ``KILLED_AFTER_STEP``."""
-    trains = False
+    """Whether one does now, in a burst behind step ``KILLED_AFTER_STEP``, whose weights are out."""
+    trains, published = False, 0
     for record in records_of(job):
         if record.kind == "StepTrained":
             trains = False
         elif record.kind == "CellDrained" and record.payload["cell_id"] != "cell-0":
             trains = True
-    return trains and len(job.metrics("step")) >= KILLED_AFTER_STEP
+        elif record.kind == "PublicationEnded":
+            published = record.payload["version"]
+    return trains and published >= KILLED_AFTER_STEP
 
 
 def kill_scheduler(job: jobs.Job) -> None:
