@@ -86,7 +86,7 @@ class Merge:
             self._lse = lse.to(dtype, copy=True)
             return
         lse = lse.to(dtype)
-        share = torch.sigmoid(lse - self._lse).nan_to_num_(nan=0.0)  # nan: neither side has seen anything
+        share = torch.sigmoid(lse - self._lse).masked_fill_(lse == -torch.inf, 0.0)  # neither side may have seen a key
         self._out.lerp_(out.to(dtype), share.unsqueeze(-1))
         self._lse = torch.logaddexp(self._lse, lse)
 
