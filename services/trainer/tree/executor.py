@@ -1,0 +1,253 @@
+"""Runs a plan over a forest: states are captured once, branches replayed, and gradients pushed back exactly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.trainer.tree.adapters import Adapter
+from services.trainer.tree.forest import Forest, Segment
+from services.trainer.tree.head import backward_through_head, target_scores
+from services.trainer.tree.layers import LayerRecompute
+from services.trainer.tree.plan import Chunk, Plan, VisitKind
+from services.trainer.tree.states import ChunkContext, Page
+from services.trainer.tree.store import StateKey, StateStore, StoreBudget
+
+HIDDEN = "hidden"
+"""Part of the store that holds the last hidden state of a chunk; its layer is the number of layers."""
+
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From indices into the forest's targets ``[m]``, their log-probabilities ``[m]`` and entropies ``[m]`` to the slope of
+the loss at the log-probabilities ``[m]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of every target of a forest, under the weights as they are. Without gradient."""
+
+    logprobs: Tensor
+    """[M] Natural logarithms."""
+    entropy: Tensor
+    """[M] Nats."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """One pass over a plan."""
+
+    forest: Forest
+    plan: Plan
+    store: StateStore
+    inner: frozenset[int]
+    """Chunks with a chunk below them."""
+    pushed: frozenset[int]
+    """Chunks whose gradient is pushed back after what is below them."""
+    graphs: dict[int, tuple[ChunkContext, Tensor]] = field(default_factory=dict)
+
+    def segment_of(self, chunk: Chunk) -> Segment:
+        return self.forest.segments[chunk.segment]
+
+    def page(self, index: int) -> Page:
+        chunk = self.plan.chunks[index]
+        return Page(index, chunk.start, chunk.num_tokens, index in self.pushed)
+
+    def path(self, index: int) -> list[Page]:
+        """The pages before a chunk, oldest first."""
+        path: list[Page] = []
+        index = self.plan.chunks[index].parent
+        while index >= 0:
+            path.append(self.page(index))
+            index = self.plan.chunks[index].parent
+        return path[::-1]
+
+    def targets(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """The targets that a chunk predicts: indices into the forest's arrays, and rows of the chunk (-1: the
+        boundary before it)."""
+        segment = self.segment_of(chunk)
+        offsets = torch.from_numpy(segment.predecessors).long()
+        first = chunk.first if chunk.first else -1
+        index = torch.nonzero((offsets >= first) & (offsets < chunk.first + chunk.num_tokens))[:, 0]
+        rows = offsets[index] - chunk.first
+        return index + segment.first_target, rows.clamp_min(-1)
+
+
+class Executor:
+    """A model, and how its forests are trained. The gradient of every parameter adds up in its ``grad``."""
+
+    def __init__(
+        self,
+        model: Any,
+        adapter: Adapter,
+        *,
+        budget: StoreBudget,
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        keep_choices: bool = False,
+    ) -> None:
+        """``keep_choices``: remember what was chosen without gradient (experts, keys) in ``choices``."""
+        self.model = model
+        self.choices: dict[StateKey, Tensor] = {}
+        self._budget = budget
+        self._autocast = autocast
+        self._keeps_choices = keep_choices
+        self._anchor = torch.zeros((), device=model.device, requires_grad=True)
+        self._num_layers: int = model.config.get_text_config().num_hidden_layers
+        self._layers = LayerRecompute(model, autocast)
+        self._is_random = model.training and any(
+            isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()
+        )
+        adapter.install(model)
+
+    def train(self, forest: Forest, plan: Plan, temperature: float, objective: Objective) -> None:
+        """One forward and backward of a forest by a plan of chunks.
+
+        ``temperature``: that of the sampling. A target's objective is asked for once, when its gradient is taken.
+        """
+        with self._step(forest, plan) as step:
+            for visit in plan.visits:
+                match visit.kind:
+                    case VisitKind.CAPTURE:
+                        self._capture(step, visit.chunk, keep_graph=visit.keep_graph)
+                    case VisitKind.REPLAY | VisitKind.BACKWARD:
+                        self._push(step, visit.chunk, temperature, objective)
+                        step.store.release(visit.chunk)
+                    case VisitKind.RELEASE:
+                        step.store.release(visit.chunk)
+
+    @torch.no_grad()
+    def score(self, forest: Forest, plan: Plan, temperature: float) -> Scores:
+        """The scores of all targets, by the same visits without gradients."""
+        num_targets = len(forest.target_ids)
+        device = self.model.device
+        logprobs = torch.zeros(num_targets, device=device, dtype=self._score_dtype)
+        entropy = torch.zeros_like(logprobs)
+        with self._step(forest, plan) as step:
+            for visit in plan.visits:
+                if visit.kind in (VisitKind.CAPTURE, VisitKind.REPLAY):
+                    context, hidden = self._evaluate(step, visit.chunk, is_recorded=False)
+                    index, rows = self._rows(step, visit.chunk, context, hidden)
+                    if len(index):
+                        scored = target_scores(
+                            rows, self._head, self._ids(forest, index), temperature, plan.head_rows, self._autocast
+                        )
+                        logprobs[index.to(device)], entropy[index.to(device)] = scored
+                else:
+                    step.store.release(visit.chunk)
+        return Scores(logprobs, entropy)
+
+    # -- visits ---------------------------------------------------------------------------------------------------------
+
+    def _capture(self, step: _Step, index: int, *, keep_graph: bool) -> None:
+        with torch.set_grad_enabled(keep_graph):
+            context, hidden = self._evaluate(step, index, is_recorded=keep_graph)
+        if keep_graph:
+            step.graphs[index] = context, hidden
+
+    def _push(self, step: _Step, index: int, temperature: float, objective: Objective) -> None:
+        """Push the gradient of a chunk's targets, and what was collected for its states, through the chunk."""
+        context, hidden = step.graphs.pop(index, None) or self._evaluate(step, index, is_recorded=True)
+        with context.active():
+            targets, rows = self._rows(step, index, context, hidden)
+            grad = None
+            if len(targets):
+                grad = backward_through_head(
+                    rows.detach(),
+                    self._head,
+                    self._ids(step.forest, targets),
+                    temperature,
+                    step.plan.head_rows,
+                    lambda part, logprobs, entropy: objective(targets[part], logprobs, entropy),
+                    self._autocast,
+                )
+            roots = [hidden] if grad is None else [hidden, rows]
+            torch.autograd.backward(
+                roots, [torch.zeros_like(hidden)] if grad is None else [torch.zeros_like(hidden), grad]
+            )
+
+    def _evaluate(self, step: _Step, index: int, *, is_recorded: bool) -> tuple[ChunkContext, Tensor]:
+        """Send a chunk through the model. Its last hidden states are ``[1, T, hidden]``."""
+        chunk = step.plan.chunks[index]
+        context = ChunkContext(
+            step.store,
+            step.path(index),
+            step.page(index),
+            is_recorded=is_recorded,
+            is_inner=index in step.inner,
+            anchor=self._anchor,
+            autocast=self._autocast,
+        )
+        ids = step.segment_of(chunk).token_ids[chunk.first : chunk.first + chunk.num_tokens]
+        input_ids = torch.from_numpy(ids).long().to(self.model.device)[None]
+        positions = torch.arange(chunk.start, chunk.start + chunk.num_tokens, device=self.model.device)[None]
+        recompute = (
+            self._layers.active(context) if is_recorded and step.plan.recompute_layers else contextlib.nullcontext()
+        )
+        with context.active(), recompute, self._random_as_before(context), self._autocast():
+            output = self.model.base_model(
+                input_ids=input_ids, position_ids=positions, past_key_values=context, use_cache=True
+            )
+        hidden = context.leave(self._num_layers, HIDDEN, output.last_hidden_state[:, -1:], output.last_hidden_state)
+        if self._keeps_choices:
+            self.choices.update(context.choices)
+        return context, hidden
+
+    def _rows(self, step: _Step, index: int, context: ChunkContext, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The chunk's targets and the hidden states that predict them ``[m, hidden]``."""
+        targets, offsets = step.targets(step.plan.chunks[index])
+        if not len(targets) or offsets[0] >= 0:
+            return targets, hidden[0][offsets.to(hidden.device)]
+        boundary = context.read(self._num_layers, HIDDEN)
+        if boundary is None:
+            raise ValueError("the first token of a root is a target, but nothing predicts it")
+        return targets, torch.cat([boundary[0], hidden[0][offsets[1:].to(hidden.device)]])
+
+    @contextlib.contextmanager
+    def _random_as_before(self, context: ChunkContext) -> Iterator[None]:
+        """Dropout falls in a recomputation as it fell when the chunk was first evaluated."""
+        if not self._is_random:
+            yield
+            return
+        on_gpu = self.model.device.type == "cuda"
+        now = torch.cuda.get_rng_state(self.model.device).cpu() if on_gpu else torch.get_rng_state()
+        then = context.chosen(-1, "random", lambda: now).cpu()
+        if torch.equal(now, then):
+            yield
+            return
+        with torch.random.fork_rng([self.model.device] if on_gpu else []):
+            if on_gpu:
+                torch.cuda.set_rng_state(then, self.model.device)
+            else:
+                torch.set_rng_state(then)
+            yield
+
+    # -- the step -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _step(self, forest: Forest, plan: Plan) -> Iterator[_Step]:
+        self.choices = {}
+        store = StateStore(self.model.device, self._budget)
+        try:
+            yield _Step(
+                forest,
+                plan,
+                store,
+                inner=frozenset(chunk.parent for chunk in plan.chunks if chunk.parent >= 0),
+                pushed=frozenset(visit.chunk for visit in plan.visits if visit.kind is VisitKind.BACKWARD),
+            )
+        finally:
+            store.close()
+
+    def _ids(self, forest: Forest, index: Tensor) -> Tensor:
+        return torch.from_numpy(forest.target_ids).long()[index].to(self.model.device)
+
+    @property
+    def _head(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    @property
+    def _score_dtype(self) -> torch.dtype:
+        return torch.float64 if self.model.dtype == torch.float64 else torch.float32
