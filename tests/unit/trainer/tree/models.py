@@ -1,0 +1,241 @@
+"""Tiny random models of every architecture, with weights that make gradients and attention patterns telling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.unit.trainer.forests import VOCAB_SIZE
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_MROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+}
+_INDEX: dict[str, Any] = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 8, "num_hidden_layers": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture of the tests."""
+
+    config_class: str
+    model_class: str
+    settings: dict[str, Any]
+    has_choices: bool = False
+    """Experts or sparse attention: small differences can change what a token chooses."""
+    has_linear: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", _BASE),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {**_BASE, "head_dim": 8, "tie_word_embeddings": True}),
+    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", _BASE),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", {**_BASE, "sliding_window": 7}),
+    "qwen3_window": Family(
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {
+            **_BASE,
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_BASE, **_EXPERTS, "head_dim": 8, "norm_topk_prob": True}, True
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**_BASE, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16},
+        True,
+        True,
+    ),
+    "qwen3_5": Family(
+        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_BASE, **_LINEAR, "rope_parameters": _MROPE}, has_linear=True
+    ),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**_BASE, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16, "rope_parameters": _MROPE},
+        True,
+        True,
+    ),
+    "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_BASE, **_MLA}, True),
+    "deepseek_v32": Family("DeepseekV32Config", "DeepseekV32ForCausalLM", {**_BASE, **_MLA, **_INDEX}, True),
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**_BASE, **_MLA, **_INDEX, "indexer_types": ["full", "full", "shared"]},
+        True,
+    ),
+}
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides: Any) -> Any:
+    """A model of a family, in evaluation mode. The same arguments give the same weights.
+
+    ``overrides`` are settings of its configuration.
+    """
+    import transformers
+
+    family = FAMILIES[name]
+    settings = {**family.settings, **overrides}
+    if family.config_class.startswith("Qwen3_5Moe"):
+        settings.pop("intermediate_size")
+    config = getattr(transformers, family.config_class)(**settings)
+    return make_model_of(config, dtype, seed)
+
+
+def make_model_of(config: Any, dtype: torch.dtype, seed: int = 0) -> Any:
+    """A random model of a configuration."""
+    from transformers import AutoModelForCausalLM
+
+    config._attn_implementation = "sdpa"  # Hugging Face's eager attention rounds its weights to float32
+    config._experts_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
+        _spread(model)
+    return model.eval()
+
+
+def make_float64_model(name: str = "qwen3", seed: int = 0, **overrides: Any) -> Any:
+    """A model that is float64 throughout: its norms, rotary embedding and routers do not round to float32."""
+    model = make_model(name, torch.float64, seed, **overrides)
+    for module in list(model.modules()):
+        for child_name, child in module.named_children():
+            replace = _WIDE.get(_kind(child))
+            if replace is not None:
+                setattr(module, child_name, replace(child))
+    return model
+
+
+@torch.no_grad()
+def _spread(model: Any) -> None:
+    """Weights at the scale at which each layer keeps the size of its input, attention somewhat peaked, norms uneven,
+    recurrent states that live for tens of tokens."""
+    is_tied: bool = model.config.tie_word_embeddings
+    for name, parameter in model.named_parameters():
+        parameter.copy_(_draw(name, parameter, is_tied))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape))
+
+
+def _draw(name: str, parameter: Tensor, is_tied: bool) -> Tensor:
+    noise = torch.randn(parameter.shape, dtype=torch.float64)
+    if name.endswith("A_log"):
+        return (0.02 + 0.4 * torch.rand(parameter.shape, dtype=torch.float64)).log()
+    if name.endswith("dt_bias"):
+        return 0.5 * noise
+    if name.endswith("embed_tokens.weight"):
+        return noise * (0.3 if is_tied else 1.0)
+    if "conv1d" in name:
+        return 0.6 * noise
+    if name.endswith("norm.weight"):
+        return parameter.double() * (1.4 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0) + 0.2 * noise
+    if parameter.dim() == 1:
+        return 0.3 * noise
+    gain = 1.5 if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "gate.weight", "lm_head")) else 1.0
+    return gain * noise / math.sqrt(parameter.shape[-1])
+
+
+class _WideNorm(nn.Module):
+    """Root mean square norm in the dtype of its input."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = getattr(norm, "variance_epsilon", None) or norm.eps
+        self.offset = 0.0 if hasattr(norm, "variance_epsilon") else 1.0  # Qwen3-Next's norms hold weight - 1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+        return hidden * scale * (self.offset + self.weight)
+
+
+class _WideGatedNorm(_WideNorm):
+    """The norm behind a gated delta rule: normed, weighted, times the gate's SiLU."""
+
+    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden) * nn.functional.silu(gate)
+
+
+class _WideRotary(nn.Module):
+    """Rotary angles in float64. Text only: the axes of a multimodal embedding all are the position."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        parameters = rotary.config.rope_parameters
+        head_dim = getattr(rotary.config, "head_dim", None)
+        head_dim = head_dim or rotary.config.hidden_size // rotary.config.num_attention_heads
+        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+        self.frequencies = parameters["rope_theta"] ** -exponents
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        positions = position_ids[0] if position_ids.dim() == 3 else position_ids
+        angles = positions[..., None].double() * self.frequencies
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
+def _kind(module: nn.Module) -> str:
+    name = type(module).__name__
+    return next((kind for kind in ("RMSNormGated", "RMSNorm", "RotaryEmbedding") if name.endswith(kind)), "")
+
+
+_WIDE: dict[str, Callable[[Any], nn.Module]] = {
+    "RMSNormGated": _WideGatedNorm,
+    "RMSNorm": _WideNorm,
+    "RotaryEmbedding": _WideRotary,
+}
