@@ -179,6 +179,7 @@ class Executor:
             is_inner=index in step.inner,
             anchor=self._anchor,
             autocast=self._autocast,
+            keep_attended=step.plan.keep_attended,
         )
         ids = step.segment_of(chunk).token_ids[chunk.first : chunk.first + chunk.num_tokens]
         input_ids = torch.from_numpy(ids).long().to(self.model.device)[None]

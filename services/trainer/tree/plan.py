@@ -123,6 +123,9 @@ class Plan:
     predicted: Prediction
     reason: str
     """One sentence for people."""
+    keep_attended: bool = False
+    """What attention over the path gave is kept from a chunk's capture: a recomputation walks over the path once less
+    (only backward). It costs queries' width a token and layer."""
 
 
 def make_plan(forest: Forest, costs: ModelCosts, budget: Budget, options: PlanOptions) -> Plan:

@@ -25,6 +25,8 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 TOKEN_STATES = "kv"
 """Part of the store that holds what ``ChunkContext.attend`` is given as ``own``."""
+ATTENDED = "attended"
+"""Part of the store that holds an attention's output and log-sum-exp, where they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,12 @@ class ChunkContext:
         is_inner: bool,
         anchor: Tensor,
         autocast: Autocast = contextlib.nullcontext,
+        keep_attended: bool = False,
     ) -> None:
         """``path``: the pages before the chunk, oldest first. ``is_recorded``: autograd is on. ``is_inner``: later
         chunks read the states of this one, so they are kept in the store. ``anchor``: any scalar that requires a
-        gradient. ``autocast``: what the model runs under, for what runs again in a backward.
+        gradient. ``autocast``: what the model runs under, for what runs again in a backward. ``keep_attended``: keep
+        what attention over the path gave, so that a recomputation need not walk over the path for it once more.
         """
         self.start = chunk.start
         self.num_tokens = chunk.num_tokens
@@ -79,6 +83,7 @@ class ChunkContext:
         self._is_inner = is_inner
         self.anchor = anchor
         self._autocast = autocast
+        self._keep_attended = keep_attended
         self._made: dict[StateKey, Tensor] = {}
 
     # -- what Hugging Face's models ask of a cache ----------------------------------------------------------------------
@@ -117,7 +122,8 @@ class ChunkContext:
         if self._is_inner and not self._store.has(key):
             self._store.put(key, tuple(state.detach() for state in own), needs_gradient=self._chunk.has_gradient)
         pieces = self._pieces(query.shape[2], query.device, window, selected)
-        call = _AttendCall(self._store, layer, key, pieces, scale, expand, self._autocast)
+        keeps = self._keep_attended and self._is_inner and self._chunk.has_gradient
+        call = _AttendCall(self._store, layer, key, pieces, scale, expand, self._autocast, keeps)
         return _Attend.apply(call, query, *own)  # type: ignore[no-any-return, no-untyped-call]
 
     def _pieces(
@@ -268,6 +274,23 @@ class _AttendCall:
     scale: float
     expand: Expand | None
     autocast: Autocast
+    keeps_attended: bool
+
+    def attended(self, query: Tensor, own: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, over all pieces."""
+        key = StateKey(self.own_key.chunk, self.layer, ATTENDED)
+        if self.keeps_attended and self.store.has(key):
+            out, lse = self.store.get(key)
+            return out, lse
+        merge = Merge()
+        for piece, states in self.walk(own):
+            keys, values = self.keys_and_values(states)
+            merge.add(*attend_page(query, keys, values, self.scale, mask=piece.mask, causal=piece.causal))
+        merged, lse = merge.result()
+        out = merged.to(query.dtype)
+        if self.keeps_attended:
+            self.store.put(key, (out, lse), needs_gradient=False)
+        return out, lse
 
     def walk(self, own: tuple[Tensor, ...]) -> Iterator[tuple[_Piece, tuple[Tensor, ...]]]:
         """Each piece with its token states, the next one read ahead."""
@@ -290,15 +313,10 @@ class _AttendCall:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _AttendCall, query: Tensor, *own: Tensor) -> Tensor:
-        merge = Merge()
-        for piece, states in call.walk(own):
-            key, value = call.keys_and_values(states)
-            merge.add(*attend_page(query, key, value, call.scale, mask=piece.mask, causal=piece.causal))
-        merged, lse = merge.result()
-        out = merged.to(query.dtype)
+        out, lse = call.attended(query, own)
         ctx.call = call
         ctx.save_for_backward(query, out, lse, *own)
-        return out
+        return out.view_as(out)  # what is returned joins the graph; the store's own tensor must not
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
