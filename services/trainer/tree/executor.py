@@ -139,7 +139,7 @@ class Executor:
                     step.store.release(visit.chunk)
         return Scores(logprobs, entropy)
 
-    # -- visits ---------------------------------------------------------------------------------------------------------
+    # -- visits -------------------------------------------------------------------------------------------------------
 
     def _capture(self, step: _Step, index: int, *, keep_graph: bool) -> None:
         with torch.set_grad_enabled(keep_graph):
@@ -149,7 +149,8 @@ class Executor:
 
     def _push(self, step: _Step, index: int, temperature: float, objective: Objective) -> None:
         """Push the gradient of a chunk's targets, and what was collected for its states, through the chunk."""
-        context, hidden = step.graphs.pop(index, None) or self._evaluate(step, index, is_recorded=True)
+        graph = step.graphs.pop(index) if index in step.graphs else None
+        context, hidden = graph or self._evaluate(step, index, is_recorded=True)
         with context.active():
             targets, rows = self._rows(step, index, context, hidden)
             grad = None
@@ -225,7 +226,7 @@ class Executor:
                 torch.set_rng_state(then)
             yield
 
-    # -- the step -------------------------------------------------------------------------------------------------------
+    # -- the step -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _step(self, forest: Forest, plan: Plan) -> Iterator[_Step]:

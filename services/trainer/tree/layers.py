@@ -41,7 +41,7 @@ class LayerRecompute:
     def _forward(self, index: int, forward: Callable[..., Any], hidden_states: Tensor, **kwargs: Any) -> Any:
         if self._context is None or not torch.is_grad_enabled():
             return forward(hidden_states, **kwargs)
-        return _Recomputed.apply(  # type: ignore[no-untyped-call]
+        return _Recomputed.apply(
             self._context, index, partial(forward, **kwargs), self._autocast, self._context.anchor, hidden_states
         )
 

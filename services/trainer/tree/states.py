@@ -1,4 +1,4 @@
-"""What the layers of a model see while one chunk of a tree goes through it: the states of the chunk's path, page by page.
+"""What a model's layers see while one chunk of a tree goes through it: the states of the chunk's path, page by page.
 
 No whole prefix is ever a tensor of the autograd graph. Attention walks over the path's pages, forward and backward, and
 hands every page's gradient to the store; what later chunks have collected for this chunk's own states joins its
@@ -86,7 +86,7 @@ class ChunkContext:
         self._keep_attended = keep_attended
         self._made: dict[StateKey, Tensor] = {}
 
-    # -- what Hugging Face's models ask of a cache ----------------------------------------------------------------------
+    # -- what Hugging Face's models ask of a cache --------------------------------------------------------------------
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[OwnStates, OwnStates]:
         """Hand a layer's own token states on to its attention."""
@@ -112,8 +112,8 @@ class ChunkContext:
     ) -> Tensor:
         """Attention of the chunk's queries to the whole path and, causally, to the chunk itself.
 
-        ``query`` ``[1, Hq, T, D]``. ``own``: this chunk's token states ``[1, h, T, d]``; they are kept for later chunks,
-        and differentiable. ``expand`` makes keys and values of a page's states, page by page, with gradients also for
+        ``query`` ``[1, Hq, T, D]``. ``own``: this chunk's token states ``[1, h, T, d]``, kept for later chunks and
+        differentiable. ``expand`` makes keys and values of a page's states, page by page, with gradients also for
         the parameters that it uses; without it the states are key and value. ``window``: a query sees the last
         ``window`` positions, itself included. ``selected`` int64 ``[T, k]``: the positions that a query sees, -1 where
         there are fewer. Returns ``[1, Hq, T, Dv]``.
@@ -124,7 +124,7 @@ class ChunkContext:
         pieces = self._pieces(query.shape[2], query.device, window, selected)
         keeps = self._keep_attended and self._is_inner and self._chunk.has_gradient
         call = _AttendCall(self._store, layer, key, pieces, scale, expand, self._autocast, keeps)
-        return _Attend.apply(call, query, *own)  # type: ignore[no-any-return, no-untyped-call]
+        return _Attend.apply(call, query, *own)  # type: ignore[no-any-return]
 
     def _pieces(
         self, num_queries: int, device: torch.device, window: int | None, selected: Tensor | None
@@ -156,7 +156,7 @@ class ChunkContext:
         pieces.append(_Piece(None, own_mask, causal=own_mask is None))
         return tuple(pieces)
 
-    # -- states at the boundaries of chunks -----------------------------------------------------------------------------
+    # -- states at the boundaries of chunks ---------------------------------------------------------------------------
 
     def read(self, layer: int, part: str) -> Tensor | None:
         """The state that the chunk begins with; None at a root. What it is used for gives it a gradient."""
@@ -166,7 +166,7 @@ class ChunkContext:
         key = StateKey(page.chunk, layer, part)
         if not (self.is_recorded and page.has_gradient):
             return self._store.get(key)[0]
-        return _Read.apply(self._store, key, self.anchor)  # type: ignore[no-any-return, no-untyped-call]
+        return _Read.apply(self._store, key, self.anchor)  # type: ignore[no-any-return]
 
     def leave(self, layer: int, part: str, state: Tensor, carrier: Tensor) -> Tensor:
         """Keep the state that the chunk ends with. ``carrier``: a tensor that the layer's output is made of; what is
@@ -179,9 +179,9 @@ class ChunkContext:
             self._store.put(key, (state.detach(),), needs_gradient=self._chunk.has_gradient)
         if not (self.is_recorded and self._chunk.has_gradient):
             return carrier
-        return _Leave.apply(self._store, key, carrier, state)  # type: ignore[no-any-return, no-untyped-call]
+        return _Leave.apply(self._store, key, carrier, state)  # type: ignore[no-any-return]
 
-    # -- states and choices without gradient ----------------------------------------------------------------------------
+    # -- states and choices without gradient --------------------------------------------------------------------------
 
     def keep(self, layer: int, part: str, tensor: Tensor) -> None:
         """Keep token states ``[..., T, d]`` that have no gradient."""
@@ -212,7 +212,7 @@ class ChunkContext:
                 self._store.put(key, (self._made[key],), needs_gradient=False)
         return self._made[key]
 
-    # -- what a graph keeps outside of it ------------------------------------------------------------------------------
+    # -- what a graph keeps outside of it -----------------------------------------------------------------------------
 
     def stash(self, layer: int, part: str, tensor: Tensor) -> None:
         """Hold a tensor of this evaluation until its backward, where the store has room for it."""
@@ -227,7 +227,7 @@ class ChunkContext:
         """What this evaluation made and kept without gradient."""
         return dict(self._made)
 
-    # -- being the active one -------------------------------------------------------------------------------------------
+    # -- being the active one -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
