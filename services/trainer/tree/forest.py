@@ -108,8 +108,17 @@ class _Draft:
 
     token_ids: NDArray[np.int32]
     targets: _Targets
-    is_shared: bool
+    run: int  # -1: runs share it
     children: list[_Draft] = field(default_factory=list)
+
+    @property
+    def is_shared(self) -> bool:
+        return self.run < 0
+
+    @property
+    def num_context(self) -> int:
+        """Tokens before the first target."""
+        return int(self.targets.offsets[0]) if len(self.targets.offsets) else len(self.token_ids)
 
 
 def make_forest(nodes: Sequence[Node]) -> Forest:
@@ -117,14 +126,14 @@ def make_forest(nodes: Sequence[Node]) -> Forest:
 
     Left out are nodes that lead to no target, and the tokens at the end of a leaf that predict nothing (the last
     target itself among them, unless its segment would be empty). A node is joined with its only child, and siblings
-    or roots that begin with the same tokens, none of them a target, share that beginning, if both or neither are
-    shared by runs: neither changes a path, so both are exact. Children keep their order.
+    or roots that begin with the same tokens, none of them a target, share that beginning (it is shared by runs then,
+    unless both are of one run): neither changes a path, so both are exact. Children keep their order.
 
     Raises:
         ValueError: a parent does not stand before its child, a target has nothing before it, or the version spans
             of a node do not cover its targets.
     """
-    top = _Draft(np.zeros(0, dtype=np.int32), _no_targets(), is_shared=True)
+    top = _Draft(np.zeros(0, dtype=np.int32), _no_targets(), run=-1)
     drafts: list[_Draft] = []  # of each node; that of a node without tokens is its parent's
     for index, node in enumerate(nodes):
         if node.parent >= index:
@@ -136,7 +145,7 @@ def make_forest(nodes: Sequence[Node]) -> Forest:
         if len(node.token_ids) == 0:
             drafts.append(above)
             continue
-        draft = _Draft(node.token_ids.astype(np.int32), targets, is_shared=node.run < 0)
+        draft = _Draft(node.token_ids.astype(np.int32), targets, node.run)
         above.children.append(draft)
         drafts.append(draft)
     _drop_what_leads_nowhere(top)
@@ -190,6 +199,7 @@ def _share_beginnings(top: _Draft) -> None:
                 if common:
                     _split(other, common)
                     _split(child, common)
+                    other.run = other.run if other.run == child.run else -1
                     other.children += child.children  # which meet their new siblings when ``other`` is handled
                     break
             else:
@@ -199,25 +209,23 @@ def _share_beginnings(top: _Draft) -> None:
 
 def _num_common(left: _Draft, right: _Draft) -> int:
     """Tokens at the beginning of both that are worth sharing and that may be: none of them is a target."""
-    if left.is_shared != right.is_shared or left.token_ids[0] != right.token_ids[0]:
-        return 0
-    limit = min(_num_context(left), _num_context(right))
-    unequal = np.flatnonzero(left.token_ids[:limit] != right.token_ids[:limit])
-    common = int(unequal[0]) if len(unequal) else limit
+    limit = min(left.num_context, right.num_context)
+    common = 0
+    for stop in (min(limit, _MIN_COMMON_TOKENS), limit):  # most siblings differ at once
+        unequal = np.flatnonzero(left.token_ids[common:stop] != right.token_ids[common:stop])
+        if len(unequal):
+            common += int(unequal[0])
+            break
+        common = stop
     is_whole = common in (len(left.token_ids), len(right.token_ids))
     return common if is_whole or common >= _MIN_COMMON_TOKENS else 0
-
-
-def _num_context(draft: _Draft) -> int:
-    """Tokens before the first target."""
-    return int(draft.targets.offsets[0]) if len(draft.targets.offsets) else len(draft.token_ids)
 
 
 def _split(draft: _Draft, num_tokens: int) -> None:
     """Leave the first tokens, without a target among them; the rest becomes their child."""
     if num_tokens == len(draft.token_ids):
         return
-    rest = _Draft(draft.token_ids[num_tokens:], draft.targets.shifted(-num_tokens), draft.is_shared, draft.children)
+    rest = _Draft(draft.token_ids[num_tokens:], draft.targets.shifted(-num_tokens), draft.run, draft.children)
     draft.token_ids, draft.targets, draft.children = draft.token_ids[:num_tokens], _no_targets(), [rest]
 
 
@@ -227,7 +235,7 @@ def _join_only_children(top: _Draft) -> None:
             continue
         parts, targets = [draft.token_ids], draft.targets
         num_tokens = len(draft.token_ids)
-        while len(draft.children) == 1 and draft.children[0].is_shared == draft.is_shared:
+        while len(draft.children) == 1 and draft.children[0].run == draft.run:
             child = draft.children[0]
             parts.append(child.token_ids)
             targets = targets.joined(child.targets.shifted(num_tokens))
