@@ -14,7 +14,8 @@ from services.trainer.tree.adapters import Adapter
 from services.trainer.tree.forest import Forest, Segment
 from services.trainer.tree.head import backward_through_head, target_scores
 from services.trainer.tree.layers import LayerRecompute
-from services.trainer.tree.plan import Chunk, Plan, VisitKind
+from services.trainer.tree.plan import Chunk, Plan, Visit, VisitKind
+from services.trainer.tree.resume import Progress, step_digest
 from services.trainer.tree.states import ChunkContext, Page
 from services.trainer.tree.store import StateKey, StateStore, StoreBudget
 
@@ -102,21 +103,29 @@ class Executor:
         )
         adapter.install(model)
 
-    def train(self, forest: Forest, plan: Plan, temperature: float, objective: Objective) -> None:
+    def train(
+        self,
+        forest: Forest,
+        plan: Plan,
+        temperature: float,
+        objective: Objective,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
         """One forward and backward of a forest by a plan of chunks.
 
         ``temperature``: that of the sampling. A target's objective is asked for once, when its gradient is taken.
+        ``progress``: save the step's progress between visits without kept graphs, and go on from what was saved; the
+        gradients then are those of the saved step, whatever the parameters' ``grad`` held before.
         """
         with self._step(forest, plan) as step:
-            for visit in plan.visits:
-                match visit.kind:
-                    case VisitKind.CAPTURE:
-                        self._capture(step, visit.chunk, keep_graph=visit.keep_graph)
-                    case VisitKind.REPLAY | VisitKind.BACKWARD:
-                        self._push(step, visit.chunk, temperature, objective)
-                        step.store.release(visit.chunk)
-                    case VisitKind.RELEASE:
-                        step.store.release(visit.chunk)
+            digest = "" if progress is None else step_digest(forest, plan, temperature, self.model)
+            done = 0 if progress is None else progress.restore(digest, self.model, step.store)
+            for number, visit in enumerate(plan.visits[done:], done + 1):
+                self._visit(step, visit, temperature, objective)
+                if progress is not None and not step.graphs:
+                    is_last = number == len(plan.visits)
+                    progress.note(number, digest, self.model, step.store, is_last=is_last)
 
     @torch.no_grad()
     def score(self, forest: Forest, plan: Plan, temperature: float) -> Scores:
@@ -140,6 +149,16 @@ class Executor:
         return Scores(logprobs, entropy)
 
     # -- visits -------------------------------------------------------------------------------------------------------
+
+    def _visit(self, step: _Step, visit: Visit, temperature: float, objective: Objective) -> None:
+        match visit.kind:
+            case VisitKind.CAPTURE:
+                self._capture(step, visit.chunk, keep_graph=visit.keep_graph)
+            case VisitKind.REPLAY | VisitKind.BACKWARD:
+                self._push(step, visit.chunk, temperature, objective)
+                step.store.release(visit.chunk)
+            case VisitKind.RELEASE:
+                step.store.release(visit.chunk)
 
     def _capture(self, step: _Step, index: int, *, keep_graph: bool) -> None:
         with torch.set_grad_enabled(keep_graph):
