@@ -234,7 +234,12 @@ class _Job:
         for cell_id in training_cells(config):
             is_core = cell_id == make_cell_id(0)
             mailbox_name = mailbox_actor(plan.job_id, cell_id)
-            self._actor(Mailbox, mailbox_name, config.trainer.step_timeout_s)
+            self._actor(
+                Mailbox,
+                mailbox_name,
+                config.trainer.step_timeout_s,
+                shares_micro_steps=config.trainer.tree.context_parallel,
+            )
             spec = TrainingSpec(
                 mailbox_name=mailbox_name,
                 model_path=str(plan.model_path),

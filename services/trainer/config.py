@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.trainer.tree.config import TreeConfig
+
 
 class LoraConfig(BaseModel):
     """Train low-rank adapters; they are merged into the weights that are published."""
@@ -37,6 +39,9 @@ class ClippedLossConfig(BaseModel):
     """Ratios are clipped at ``1 + clip_high``."""
     ratio_max: float = Field(default=5.0, gt=1)
     """Importance weights above this are cut, whatever the advantage's sign (the QwenGyre paper's bound)."""
+    old_logprobs: Literal["behaviour", "recomputed"] = "behaviour"
+    """What ratios are taken against: the engine's log-probabilities, or those of the weights that the step starts from,
+    which cost a forward pass more before the first backward; a target is then weighted by the ratio of the two."""
 
 
 class OptimizerConfig(BaseModel):
@@ -66,7 +71,9 @@ class TrainerConfig(BaseModel):
     loss: ClippedLossConfig = ClippedLossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=4096, ge=16)
-    """Most tokens in one forward and backward; a single run may exceed it, it is never cut."""
+    """Micro-steps are joined up to this many tokens, so that small ones share a pass. A larger one goes alone and is
+    never cut: what it needs of memory is up to ``tree``."""
+    tree: TreeConfig = TreeConfig()
     satellites: bool = False
     """Start a training side for every cell but the standalone ones, so that cells that leave rollout train with the
     core. Otherwise only the core trains. Each training side holds the weights and a gradient of its own."""
@@ -78,8 +85,6 @@ class TrainerConfig(BaseModel):
     gpus_per_worker: float = Field(default=0, ge=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward and backward; master weights are float32."""
-    gradient_checkpointing: bool = False
-    """Keep one layer's activations instead of all: about a third more time for far less memory."""
     checkpoint_every: int = Field(default=5, ge=1)
     """Steps between checkpoints; one is also made for each held-out pass, and at the end."""
     keep_checkpoints: int = Field(default=2, ge=1)

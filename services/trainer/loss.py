@@ -40,7 +40,13 @@ class LossSums:
 
 
 def clipped_policy_loss(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, weights: Tensor, entropy: Tensor, config: ClippedLossConfig
+    logprobs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    entropy: Tensor,
+    config: ClippedLossConfig,
+    old: Tensor | None = None,
 ) -> tuple[Tensor, LossSums]:
     """PPO's surrogate, to be minimised, summed over targets (Schulman et al. 2017, equation 7, with two bounds).
 
@@ -49,9 +55,15 @@ def clipped_policy_loss(
     ``entropy`` for the statistics. A target adds ``-weight * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with
     ``r = min(exp(logprob - behaviour), ratio_max)``: a positive advantage raises the log-probability, and beyond a
     bound no gradient is left.
+
+    With ``old``, the log-probabilities of the weights that the step starts from, ratios are taken against them, and a
+    target is weighted by ``min(exp(old - behaviour), ratio_max)`` for the engine's staleness (the decoupled loss of
+    AReaL, arXiv 2505.24298, with the weight cut).
     """
-    log_ratio = logprobs - behaviour
+    log_ratio = logprobs - (behaviour if old is None else old)
     ratio = log_ratio.clamp(max=math.log(config.ratio_max)).exp()  # cut before exp, which would overflow
+    if old is not None:
+        weights = weights * (old - behaviour).clamp(max=math.log(config.ratio_max)).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
     loss = -(weights * surrogate).sum()
@@ -66,7 +78,7 @@ def clipped_policy_loss(
             num_targets=logprobs.numel(),
             num_clipped=int(is_clipped.sum()),
             ratio=float(ratio.sum()),
-            kl_behaviour=float(-log_ratio.sum()),
+            kl_behaviour=float((behaviour - logprobs).sum()),
             entropy=float(entropy.sum()),
         )
     return loss, sums

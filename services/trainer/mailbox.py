@@ -18,10 +18,10 @@ _POLL_S = 1.0
 
 
 class Mailbox:
-    """Ray actor (async). ``timeout_s``: a command that a group of ranks holds for longer has failed."""
+    """Ray actor (async). Its arguments are those of ``OrderBook``."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._book = OrderBook(timeout_s)
+    def __init__(self, timeout_s: float, *, shares_micro_steps: bool = False) -> None:
+        self._book = OrderBook(timeout_s, shares_micro_steps=shares_micro_steps)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         """By ticket."""
         self._noted_step = 0

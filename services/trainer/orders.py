@@ -70,11 +70,13 @@ class _Entry:
 
 class OrderBook:
     """The commands of one cell. ``timeout_s``: a command that a group of ranks holds for longer has failed.
+    ``shares_micro_steps``: every rank takes all micro-steps, for they share each of them.
 
     What was settled by a call is fetched with ``take_settled`` after it.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, shares_micro_steps: bool = False) -> None:
+        self._shares_micro_steps = shares_micro_steps
         self._timeout_s = timeout_s
         self._queue: deque[_Entry] = deque()
         self._current: _Entry | None = None
@@ -159,7 +161,8 @@ class OrderBook:
         if not isinstance(entry.command, TrainStep | Accumulate):
             return Order(entry.order_id, entry.command)
         num_claims = len(entry.command.micro_steps)
-        claims = tuple(range(rank, num_claims, self._world_size))
+        share = slice(None) if self._shares_micro_steps else slice(rank, None, self._world_size)
+        claims = tuple(range(num_claims)[share])
         return Order(entry.order_id, entry.command, claims, num_claims)
 
     def done(self, group: str, rank: int, order_id: int, result: Any, now_s: float) -> bool:

@@ -109,28 +109,23 @@ def pack_forest(nodes: Sequence[Node]) -> Pack:
 
 
 def plan_batches(micro_steps: Sequence[MicroStep], max_tokens: int) -> list[Batch]:
-    """Batches of at most ``max_tokens``, in order.
-
-    Whole micro-steps are joined while they fit. One that alone is larger is cut between its runs, repeating the
-    segments that the parts share; a single run is never cut, so it may exceed the budget.
+    """Whole micro-steps, joined in order while they have at most ``max_tokens`` together. A larger one goes alone.
 
     Raises:
         ValueError: a micro-step's forest contradicts its runs (see ``check_micro_step``).
     """
-    batches: list[Batch] = []
-    current: list[Batch] = []
+    batches: list[list[MicroStep]] = []
     num_tokens = 0
     for micro_step in micro_steps:
         check_micro_step(micro_step)
-        for part in _cut(micro_step, max_tokens):
-            if current and num_tokens + part.num_tokens > max_tokens:
-                batches.append(_merge(current))
-                current, num_tokens = [], 0
-            current.append(part)
-            num_tokens += part.num_tokens
-    if current:
-        batches.append(_merge(current))
-    return batches
+        if micro_step.num_targets == 0:
+            continue
+        if not batches or num_tokens + micro_step.num_tokens > max_tokens:
+            batches.append([])
+            num_tokens = 0
+        batches[-1].append(micro_step)
+        num_tokens += micro_step.num_tokens
+    return [_merge(batch) for batch in batches]
 
 
 def check_micro_step(micro_step: MicroStep) -> None:
@@ -158,56 +153,7 @@ def count_runs(micro_steps: Sequence[MicroStep]) -> int:
     return sum(run.num_targets > 0 for micro_step in micro_steps for run in micro_step.runs)
 
 
-def _cut(micro_step: MicroStep, max_tokens: int) -> list[Batch]:
-    """Parts of at most ``max_tokens`` each, as far as whole runs allow. Runs without targets are left out."""
-    needed = [_needed_nodes(micro_step, run) for run in range(len(micro_step.runs))]
-    sizes = [len(node.token_ids) for node in micro_step.nodes]
-    parts: list[Batch] = []
-    runs: list[int] = []
-    nodes: set[int] = set()
-    for run, weight in enumerate(micro_step.runs):
-        if weight.num_targets == 0:
-            continue
-        joined = nodes | needed[run]
-        if runs and sum(sizes[node] for node in joined) > max_tokens:
-            parts.append(_part(micro_step, runs, nodes))
-            runs, joined = [], needed[run]
-        runs.append(run)
-        nodes = joined
-    if runs:
-        parts.append(_part(micro_step, runs, nodes))
-    return parts
-
-
-def _needed_nodes(micro_step: MicroStep, run: int) -> set[int]:
-    """The nodes of a run that lead to targets, with their ancestors."""
-    needed: set[int] = set()
-    for index, node in enumerate(micro_step.nodes):
-        if node.run == run and node.target_mask.any():
-            while index >= 0 and index not in needed:
-                needed.add(index)
-                index = micro_step.nodes[index].parent
-    return needed
-
-
-def _part(micro_step: MicroStep, runs: list[int], nodes: set[int]) -> Batch:
-    kept = sorted(nodes)
-    node_index = {old: new for new, old in enumerate(kept)} | {-1: -1}
-    run_index = {old: new for new, old in enumerate(runs)} | {-1: -1}
-    return Batch(
-        nodes=tuple(
-            replace(
-                micro_step.nodes[old],
-                parent=node_index[micro_step.nodes[old].parent],
-                run=run_index[micro_step.nodes[old].run],
-            )
-            for old in kept
-        ),
-        runs=tuple(micro_step.runs[run] for run in runs),
-    )
-
-
-def _merge(parts: list[Batch]) -> Batch:
+def _merge(parts: Sequence[MicroStep]) -> Batch:
     nodes: list[Node] = []
     runs: list[RunWeight] = []
     for part in parts:

@@ -94,6 +94,8 @@ class TrainingRank:
         self._spec = spec
         self._rank = rank
         self._world_size = world_size
+        self._counts = rank == 0 or not spec.config.tree.context_parallel
+        """Ranks that share their micro-steps count them once."""
         self._device = device
         self._backend: TrainingBackend = TorchBackend(spec.model_path, spec.config, device, spec.seed)
         self._engine: TransferEngine | None = None
@@ -239,8 +241,8 @@ class TrainingRank:
         held = self._sum
         for batch in plan_batches(micro_steps, self._spec.config.micro_batch_tokens):
             held.result += self._backend.accumulate(batch, temperature, version)
-            held.num_batches += 1
-        held.num_runs += count_runs(micro_steps)
+            held.num_batches += self._counts
+        held.num_runs += count_runs(micro_steps) if self._counts else 0
         held.seconds += time.monotonic() - started_s
 
     def _step(self, total: _Total) -> StepReport:
@@ -269,7 +271,7 @@ class TrainingRank:
         added = torch.tensor(
             [
                 *(sums.loss, sums.num_targets, sums.num_clipped, sums.ratio, sums.kl_behaviour, sums.entropy),
-                *(result.num_tokens, held.num_runs, held.num_batches, len(held.keys), is_wrong),
+                *(result.num_tokens, held.num_runs, held.num_batches, len(held.keys) * self._counts, is_wrong),
             ],
             dtype=torch.float64,
             device=self._device,

@@ -43,9 +43,7 @@ def load_model(model_path: str, config: TrainerConfig, device: torch.device, see
     model.to(device)
     if isinstance(config.tune, LoraConfig):
         _inject_lora(model, config.tune, seed)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train(config.gradient_checkpointing)  # checkpointing works in training mode only; dropout is off in both
+    model.eval()  # no dropout, as when the engine sampled
     check_packing(model)
     return model
 
