@@ -78,7 +78,7 @@ def tiled_forward(
         part = torch.matmul(weights, values[:, None, tile.keys])
         out[:, :, tile.rows] = (part / total.masked_fill(total == 0, 1.0)).to(out.dtype)
         lse[:, :, tile.rows] = (total.log() + top).squeeze(-1)
-    return out.reshape(*query.shape[:3], -1), lse.reshape(query.shape[:3])
+    return out.reshape(*query.shape[:3], value.shape[-1]), lse.reshape(query.shape[:3])
 
 
 def tiled_backward(
@@ -133,4 +133,4 @@ def _scores(query: Tensor, key: Tensor, tile: Tile, scale: float) -> Tensor:
 
 def _grouped(rows: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     """``[1, Hq, T, ..]`` as ``[Hk, G, T, ..]`` in the type of accumulation."""
-    return rows.to(dtype).reshape(num_heads, -1, *rows.shape[2:])
+    return rows.to(dtype).reshape(num_heads, rows.shape[1] // num_heads, *rows.shape[2:])
