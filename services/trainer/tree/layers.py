@@ -15,7 +15,8 @@ from services.trainer.tree.states import ChunkContext
 INPUT = "input"
 """Part of the store that holds a layer's input between its forward and its backward."""
 
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor], Any]
+"""A layer, from its input to its output, or to a tuple that begins with it."""
 
 
 class LayerRecompute:
@@ -41,9 +42,12 @@ class LayerRecompute:
     def _forward(self, index: int, forward: Callable[..., Any], hidden_states: Tensor, **kwargs: Any) -> Any:
         if self._context is None or not torch.is_grad_enabled():
             return forward(hidden_states, **kwargs)
-        return _Recomputed.apply(
-            self._context, index, partial(forward, **kwargs), self._autocast, self._context.anchor, hidden_states
+        others: list[Any] = []
+        run = partial(forward, **kwargs)
+        hidden = _Recomputed.apply(
+            self._context, index, run, self._autocast, others, self._context.anchor, hidden_states
         )
+        return (hidden, *others) if others else hidden
 
 
 class _Recomputed(torch.autograd.Function):
@@ -54,6 +58,7 @@ class _Recomputed(torch.autograd.Function):
         index: int,
         run: Run,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        others: list[Any],
         anchor: Tensor,
         hidden: Tensor,
     ) -> Tensor:
@@ -61,15 +66,19 @@ class _Recomputed(torch.autograd.Function):
         ctx.random = torch.get_rng_state() if hidden.device.type == "cpu" else torch.cuda.get_rng_state(hidden.device)
         context.stash(index, INPUT, hidden)
         with torch.no_grad():
-            return run(hidden)
+            output = run(hidden)
+        if isinstance(output, tuple):  # beside the hidden states what has no gradient: chosen positions, say
+            others += output[1:]
+            output = output[0]
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         leaf = ctx.context.take(ctx.index, INPUT).detach().requires_grad_()
         with torch.enable_grad(), ctx.autocast(), _random_from(ctx.random, leaf.device):
             output = ctx.run(leaf)
-        torch.autograd.backward(output, gradients[0])
-        return None, None, None, None, None, leaf.grad
+        torch.autograd.backward(output[0] if isinstance(output, tuple) else output, gradients[0])
+        return None, None, None, None, None, None, leaf.grad
 
 
 @contextlib.contextmanager
