@@ -89,3 +89,27 @@ def test_splitting_targets_changes_no_sum() -> None:
     whole, _, _ = run_loss(log_ratios, advantages)
     parts = [run_loss([x], [a])[0] for x, a in zip(log_ratios, advantages, strict=True)]
     assert sum(parts) == pytest.approx(whole, abs=1e-12)
+
+
+def test_ratios_against_recomputed_scores_are_weighted_by_the_engines_staleness() -> None:
+    """AReaL's decoupled loss, written out."""
+    old = [-1.5, -0.8, -0.2, -3.0]
+    logprobs = torch.tensor([-1.2, -0.9, -0.1, -2.0], dtype=torch.float64, requires_grad=True)
+    behaviour, advantages = [-1.0, -1.0, -1.9, -3.0], [1.0, -2.0, 0.5, 1.0]
+    loss, sums = clipped_policy_loss(
+        logprobs,
+        torch.tensor(behaviour, dtype=torch.float64),
+        torch.tensor(advantages, dtype=torch.float64),
+        torch.full((4,), 0.25, dtype=torch.float64),
+        torch.zeros(4, dtype=torch.float64),
+        CONFIG,
+        torch.tensor(old, dtype=torch.float64),
+    )
+    expected = 0.0
+    for new, before, engine, advantage in zip(logprobs.tolist(), old, behaviour, advantages, strict=True):
+        importance = min(math.exp(before - engine), CONFIG.ratio_max)
+        ratio = math.exp(new - before)
+        bounded = min(max(ratio, 1 - CONFIG.clip_low), 1 + CONFIG.clip_high)
+        expected -= 0.25 * importance * min(ratio * advantage, bounded * advantage)
+    assert float(loss.detach()) == pytest.approx(expected, abs=1e-12)
+    assert sums.kl_behaviour == pytest.approx(sum(behaviour) - sum(logprobs.tolist()), abs=1e-12)

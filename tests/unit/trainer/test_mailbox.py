@@ -86,6 +86,14 @@ async def test_micro_steps_are_shared_out_round_robin_and_all_ranks_must_finish(
     assert await answer == "of rank 0"
 
 
+async def test_ranks_that_share_their_micro_steps_all_take_all_of_them() -> None:
+    mailbox = Mailbox(timeout_s=60, shares_micro_steps=True)
+    ranks = [await Rank(mailbox, "a", rank).register(world_size=2) for rank in range(2)]
+    answer = submit(mailbox, step(1))
+    assert [(await rank.do("report")).claims for rank in ranks] == [(0, 1, 2), (0, 1, 2)]
+    assert await answer == "report"
+
+
 async def test_command_in_flight_is_handed_out_again_when_the_ranks_die() -> None:
     mailbox = Mailbox(timeout_s=60)
     answer = submit(mailbox, step(1))
