@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.trainer.tree.plan import ModeChoice, PlanOptions, PrefixGradient, Recompute
 
@@ -45,6 +45,16 @@ class TreeConfig(BaseModel):
     """The ranks of a cell share each chunk (its tokens, states and attention) instead of the micro-steps."""
     expert_parallel: bool = False
     """The ranks of a cell share the experts of each layer (with ``context_parallel``)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TreeConfig:
+        if self.expert_parallel and not self.context_parallel:
+            raise ValueError("expert_parallel shares experts among ranks that share chunks: set context_parallel too")
+        if self.page_bytes and self.page_dir is None:
+            raise ValueError("page_bytes are those of files in page_dir: set page_dir too")
+        if self.min_chunk_tokens > self.max_chunk_tokens:
+            raise ValueError("min_chunk_tokens is above max_chunk_tokens")
+        return self
 
     def options(self, alignment_tokens: int = 1) -> PlanOptions:
         """What the plan is told."""
