@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tests.unit.trainer.forests import VOCAB_SIZE
 
@@ -148,15 +150,29 @@ def make_model_of(config: Any, dtype: torch.dtype, seed: int = 0) -> Any:
     return model.eval()
 
 
-def make_float64_model(name: str = "qwen3", seed: int = 0, **overrides: Any) -> Any:
-    """A model that is float64 throughout: its norms, rotary embedding and routers do not round to float32."""
-    model = make_model(name, torch.float64, seed, **overrides)
-    for module in list(model.modules()):
-        for child_name, child in module.named_children():
-            replace = _WIDE.get(_kind(child))
-            if replace is not None:
-                setattr(module, child_name, replace(child))
-    return model
+class Unrounded(TorchFunctionMode):
+    """While it is active float64 models are float64 throughout: where Hugging Face's norms, routers, rotary embeddings
+    and recurrences round to float32, and where an adapter does it as they do, the numbers stay as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64 and _caller().startswith(_ROUNDING):
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+_ROUNDING = ("transformers.models.", "services.trainer.tree.adapters.")
+
+
+def _caller() -> str:
+    """The module that calls PyTorch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 @torch.no_grad()
@@ -187,55 +203,3 @@ def _draw(name: str, parameter: Tensor, is_tied: bool) -> Tensor:
         return 0.3 * noise
     gain = 1.5 if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "gate.weight", "lm_head")) else 1.0
     return gain * noise / math.sqrt(parameter.shape[-1])
-
-
-class _WideNorm(nn.Module):
-    """Root mean square norm in the dtype of its input."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.eps = getattr(norm, "variance_epsilon", None) or norm.eps
-        self.offset = 0.0 if hasattr(norm, "variance_epsilon") else 1.0  # Qwen3-Next's norms hold weight - 1
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
-        return hidden * scale * (self.offset + self.weight)
-
-
-class _WideGatedNorm(_WideNorm):
-    """The norm behind a gated delta rule: normed, weighted, times the gate's SiLU."""
-
-    def forward(self, hidden: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(hidden) * nn.functional.silu(gate)
-
-
-class _WideRotary(nn.Module):
-    """Rotary angles in float64. Text only: the axes of a multimodal embedding all are the position."""
-
-    def __init__(self, rotary: Any) -> None:
-        super().__init__()
-        parameters = rotary.config.rope_parameters
-        head_dim = getattr(rotary.config, "head_dim", None)
-        head_dim = head_dim or rotary.config.hidden_size // rotary.config.num_attention_heads
-        dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        self.frequencies = parameters["rope_theta"] ** -exponents
-
-    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        positions = position_ids[0] if position_ids.dim() == 3 else position_ids
-        angles = positions[..., None].double() * self.frequencies
-        angles = torch.cat((angles, angles), -1)
-        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
-
-
-def _kind(module: nn.Module) -> str:
-    name = type(module).__name__
-    return next((kind for kind in ("RMSNormGated", "RMSNorm", "RotaryEmbedding") if name.endswith(kind)), "")
-
-
-_WIDE: dict[str, Callable[[Any], nn.Module]] = {
-    "RMSNormGated": _WideGatedNorm,
-    "RMSNorm": _WideNorm,
-    "RotaryEmbedding": _WideRotary,
-}

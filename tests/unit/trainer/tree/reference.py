@@ -44,6 +44,8 @@ class Row:
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     places: tuple[int, ...]
+    num_detached: int = 0
+    """So many of its first tokens are evaluated without autograd; the rest goes on from their cache."""
 
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -71,12 +73,10 @@ def run(
     logprobs: list[Tensor | None] = [None] * num_targets
     entropy: list[Tensor | None] = [None] * num_targets
     for row in rows:
-        ids = torch.tensor([row.token_ids])
-        with _injected(model, row.token_ids, experts, selected):
-            logits = model(input_ids=ids, use_cache=False).logits[0]
+        logits, first = _logits(model, row, experts, selected)
         log_softmax = (logits / temperature).log_softmax(-1)
         for position, place in zip(row.positions, row.places, strict=True):
-            predicted = log_softmax[position - 1]
+            predicted = log_softmax[position - 1 - first]
             assert logprobs[place] is None, "a target is counted once"
             logprobs[place] = predicted[row.token_ids[position]]
             entropy[place] = -(predicted.exp() * predicted).sum()
@@ -90,15 +90,18 @@ def run(
     return Result(float(loss), gradients, joined.detach(), entropies.detach())
 
 
-def node_rows(batch: Batch) -> list[Row]:
-    """A row for every node with targets: its path, with its targets."""
+def node_rows(batch: Batch, *, detach_shared: bool = False) -> list[Row]:
+    """A row for every node with targets: its path, with its targets. ``detach_shared``: what runs share is evaluated
+    without autograd, as in LongStraw (arXiv 2607.14952)."""
     rows, place = [], 0
     for index, node in enumerate(batch.nodes):
         ids = _path_ids(batch.nodes, index)
         offsets = np.flatnonzero(node.target_mask)
         if len(offsets):
             positions = tuple(int(len(ids) - len(node.token_ids) + offset) for offset in offsets)
-            rows.append(Row(ids, positions, tuple(range(place, place + len(offsets)))))
+            shared = [n for n in path_to(batch.nodes, index) if batch.nodes[n].run < 0] if detach_shared else []
+            num_detached = sum(len(batch.nodes[n].token_ids) for n in shared)
+            rows.append(Row(ids, positions, tuple(range(place, place + len(offsets))), num_detached))
             place += len(offsets)
     return rows
 
@@ -140,7 +143,7 @@ def clipped_loss(batch: Batch, config: ClippedLossConfig | None = None) -> LossF
                 run = batch.runs[node.run]
                 ratio = torch.exp(logprobs[place] - float(node.logprobs[offset]))
                 if ratio > settings.ratio_max:
-                    ratio = torch.tensor(settings.ratio_max)
+                    ratio = ratio.new_tensor(settings.ratio_max)
                 bounded = torch.clamp(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
                 total = total - min(ratio * run.advantage, bounded * run.advantage).double() / run.num_targets
                 place += 1
@@ -182,9 +185,30 @@ def _path_ids(nodes: Sequence[Node], index: int) -> tuple[int, ...]:
     return tuple(int(token) for n in path_to(nodes, index) for token in nodes[n].token_ids)
 
 
+def _logits(model: Any, row: Row, experts: Choices | None, selected: Choices | None) -> tuple[Tensor, int]:
+    """Logits ``[n, vocabulary]`` of a row's last n positions, and the position of the first of them."""
+    ids = torch.tensor([row.token_ids])
+    split = row.num_detached
+    if split == 0:
+        with _injected(model, row.token_ids, 0, experts, selected):
+            return model(input_ids=ids, use_cache=False).logits[0], 0
+    with torch.no_grad(), _injected(model, row.token_ids[:split], 0, experts, selected):
+        prefix = model.base_model(input_ids=ids[:, :split], use_cache=True)
+    cache = prefix.past_key_values
+    for layer in cache.layers:
+        if hasattr(layer, "recurrent_states"):  # it would overwrite the state that the graph needs
+            layer.update_recurrent_state = lambda state, *_, **__: state
+    with _injected(model, row.token_ids, split, experts, selected):
+        rest = model.base_model(input_ids=ids[:, split:], past_key_values=cache, use_cache=True)
+    hidden = torch.cat((prefix.last_hidden_state[:, -1:], rest.last_hidden_state), dim=1)
+    return model.get_output_embeddings()(hidden)[0], split - 1
+
+
 @contextmanager
-def _injected(model: Any, ids: tuple[int, ...], experts: Choices | None, selected: Choices | None) -> Iterator[None]:
-    """Let routers and indexers choose what was recorded for the tokens of a row."""
+def _injected(
+    model: Any, ids: tuple[int, ...], start: int, experts: Choices | None, selected: Choices | None
+) -> Iterator[None]:
+    """Let routers and indexers choose what was recorded for the tokens of a row from ``start`` on."""
     handles: list[Any] = []
     for name, module in model.named_modules():
         kind = type(module).__name__
@@ -192,9 +216,9 @@ def _injected(model: Any, ids: tuple[int, ...], experts: Choices | None, selecte
         if recorded is None:
             continue
         layer = int(name.split("layers.")[1].split(".")[0])
-        width = (len(ids), module.num_experts) if recorded is experts else (1, len(ids), len(ids))
-        mode = _Chosen(_rows_of(recorded, ids, layer), width)
-        handles += _active_within(module, mode)
+        choices = [recorded.get(ids[: position + 1], {}).get(layer) for position in range(start, len(ids))]
+        shape = (len(choices), module.num_experts) if recorded is experts else (1, len(choices), len(ids))
+        handles += _active_within(module, _Chosen(choices, shape))
     try:
         yield
     finally:
@@ -247,14 +271,12 @@ def _active_within(module: Any, mode: TorchFunctionMode) -> list[Any]:
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
-def _rows_of(recorded: Choices, ids: tuple[int, ...], layer: int) -> list[Tensor | None]:
-    """For each token of a row what was recorded; None behind the last one that was evaluated."""
-    return [recorded.get(ids[: position + 1], {}).get(layer) for position in range(len(ids))]
-
-
 class _Chosen(TorchFunctionMode):
     """Replaces the result of the ``topk`` over a router's experts ``[T, experts]`` or an indexer's positions
-    ``[1, T, T]``. Routers that limit groups also take that of the groups, and of the best experts of each."""
+    ``[1, T, positions]``. Routers that limit groups also take that of the groups, and of the best experts of each.
+
+    A token for which nothing was recorded chooses for itself.
+    """
 
     def __init__(self, choices: list[Tensor | None], shape: tuple[int, ...]) -> None:
         super().__init__()
