@@ -15,43 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.tree.kernels import Merge, attend_page, attend_page_backward
+from services.trainer.tree.attend import TOKEN_STATES, Attend, AttendCall, Autocast, Expand, Page, Piece, pieces_of_path
 from services.trainer.tree.store import StateKey, StateStore
-
-Expand = Callable[..., tuple[Tensor, Tensor]]
-"""From a page's token states to keys ``[1, Hk, P, D]`` and values ``[1, Hk, P, Dv]``."""
-
-Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
-
-TOKEN_STATES = "kv"
-"""Part of the store that holds what ``ChunkContext.attend`` is given as ``own``."""
-ATTENDED = "attended"
-"""Part of the store that holds an attention's output and log-sum-exp, where they are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A chunk on the path to another one."""
-
-    chunk: int
-    start: int
-    """Position of its first token."""
-    num_tokens: int
-    has_gradient: bool
-    """Gradients of its states are collected: it will be pushed back."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One page as a layer's attention meets it, or the chunk's own keys (``page`` None)."""
-
-    page: Page | None
-    mask: Tensor | None
-    causal: bool
 
 
 class ChunkContext:
@@ -121,40 +86,25 @@ class ChunkContext:
         key = StateKey(self._chunk.chunk, layer, TOKEN_STATES)
         if self._is_inner and not self._store.has(key):
             self._store.put(key, tuple(state.detach() for state in own), needs_gradient=self._chunk.has_gradient)
-        pieces = self._pieces(query.shape[2], query.device, window, selected)
-        keeps = self._keep_attended and self._is_inner and self._chunk.has_gradient
-        call = _AttendCall(self._store, layer, key, pieces, scale, expand, self._autocast, keeps)
-        return _Attend.apply(call, query, *own)  # type: ignore[no-any-return]
-
-    def _pieces(
-        self, num_queries: int, device: torch.device, window: int | None, selected: Tensor | None
-    ) -> tuple[_Piece, ...]:
-        pieces = []
-        for page in self._path:
-            mask = None
-            if window is not None:
-                if self.start - (page.end - 1) >= window:
-                    continue
-                if self.start + num_queries - 1 - page.start >= window:
-                    mask = _within(window, self.start, num_queries, page.start, page.num_tokens, device)
-            if selected is not None:
-                chosen = _chosen_in(selected, page.start, page.num_tokens)
-                if chosen is None:
-                    continue
-                mask = chosen if mask is None else mask & chosen
-            pieces.append(_Piece(page, mask, causal=False))
-        own_mask = None
-        if window is not None and window < num_queries:
-            own_mask = _within(window, 0, num_queries, 0, num_queries, device)
-            own_mask &= torch.ones_like(own_mask).tril()
-        if selected is not None:
-            chosen = _chosen_in(selected, self.start, num_queries)
-            chosen = (
-                torch.zeros(num_queries, num_queries, dtype=torch.bool, device=device) if chosen is None else chosen
-            )
-            own_mask = chosen.tril() if own_mask is None else own_mask & chosen
-        pieces.append(_Piece(None, own_mask, causal=own_mask is None))
-        return tuple(pieces)
+        num_tokens = query.shape[2]
+        pieces = pieces_of_path(self._path, self.start, num_tokens, window)
+        pieces.append(Piece(None, self.start, num_tokens, slice(0, num_tokens), causal=True))
+        call = AttendCall(
+            store=self._store,
+            layer=layer,
+            own_key=key,
+            pieces=tuple(pieces),
+            first_query=self.start,
+            scale=scale,
+            expand=expand,
+            window=window,
+            selected=selected,
+            autocast=self._autocast,
+            keeps_attended=self._keep_attended and self._is_inner and self._chunk.has_gradient,
+        )
+        # parameters within ``expand`` get their gradient even if nothing that goes in has one
+        anchor = self.anchor if expand is not None else self.anchor.detach()
+        return Attend.apply(call, anchor, query, *own)
 
     # -- states at the boundaries of chunks ---------------------------------------------------------------------------
 
@@ -166,7 +116,7 @@ class ChunkContext:
         key = StateKey(page.chunk, layer, part)
         if not (self.is_recorded and page.has_gradient):
             return self._store.get(key)[0]
-        return _Read.apply(self._store, key, self.anchor)  # type: ignore[no-any-return]
+        return _Read.apply(self._store, key, self.anchor)
 
     def leave(self, layer: int, part: str, state: Tensor, carrier: Tensor) -> Tensor:
         """Keep the state that the chunk ends with. ``carrier``: a tensor that the layer's output is made of; what is
@@ -179,7 +129,7 @@ class ChunkContext:
             self._store.put(key, (state.detach(),), needs_gradient=self._chunk.has_gradient)
         if not (self.is_recorded and self._chunk.has_gradient):
             return carrier
-        return _Leave.apply(self._store, key, carrier, state)  # type: ignore[no-any-return]
+        return _Leave.apply(self._store, key, carrier, state)
 
     # -- states and choices without gradient --------------------------------------------------------------------------
 
@@ -265,108 +215,6 @@ class OwnStates:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _AttendCall:
-    store: StateStore
-    layer: int
-    own_key: StateKey
-    pieces: tuple[_Piece, ...]
-    scale: float
-    expand: Expand | None
-    autocast: Autocast
-    keeps_attended: bool
-
-    def attended(self, query: Tensor, own: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, over all pieces."""
-        key = StateKey(self.own_key.chunk, self.layer, ATTENDED)
-        if self.keeps_attended and self.store.has(key):
-            out, lse = self.store.get(key)
-            return out, lse
-        merge = Merge()
-        for piece, states in self.walk(own):
-            keys, values = self.keys_and_values(states)
-            merge.add(*attend_page(query, keys, values, self.scale, mask=piece.mask, causal=piece.causal))
-        merged, lse = merge.result()
-        out = merged.to(query.dtype)
-        if self.keeps_attended:
-            self.store.put(key, (out, lse), needs_gradient=False)
-        return out, lse
-
-    def walk(self, own: tuple[Tensor, ...]) -> Iterator[tuple[_Piece, tuple[Tensor, ...]]]:
-        """Each piece with its token states, the next one read ahead."""
-        for index, piece in enumerate(self.pieces):
-            following = self.pieces[index + 1].page if index + 1 < len(self.pieces) else None
-            if following is not None:
-                self.store.prefetch(StateKey(following.chunk, self.layer, TOKEN_STATES))
-            if piece.page is None:
-                yield piece, own
-            else:
-                yield piece, self.store.get(StateKey(piece.page.chunk, self.layer, TOKEN_STATES))
-
-    def keys_and_values(self, states: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        if self.expand is not None:
-            return self.expand(*states)
-        key, value = states
-        return key, value
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _AttendCall, query: Tensor, *own: Tensor) -> Tensor:
-        out, lse = call.attended(query, own)
-        ctx.call = call
-        ctx.save_for_backward(query, out, lse, *own)
-        return out.view_as(out)  # what is returned joins the graph; the store's own tensor must not
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        call: _AttendCall = ctx.call
-        query, out, lse, *own = ctx.saved_tensors
-        grad = gradients[0]
-        query_gradient = torch.zeros_like(query, dtype=lse.dtype)
-        own_gradients: tuple[Tensor, ...] = ()
-        for piece, states in call.walk(tuple(own)):
-            through = _page_backward(call, piece, states, grad, query, out, lse)
-            query_gradient += through[0]
-            if piece.page is None:
-                own_gradients = through[1]
-            elif piece.page.has_gradient:
-                call.store.add_gradient(StateKey(piece.page.chunk, call.layer, TOKEN_STATES), through[1])
-        collected = call.store.gradient(call.own_key) if call.store.has(call.own_key) else None
-        if collected is not None:
-            own_gradients = tuple(
-                (gradient + more).to(state.dtype)
-                for gradient, more, state in zip(own_gradients, collected, own, strict=True)
-            )
-        return None, query_gradient.to(query.dtype), *own_gradients
-
-
-def _page_backward(
-    call: _AttendCall,
-    piece: _Piece,
-    states: tuple[Tensor, ...],
-    grad: Tensor,
-    query: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Gradient of the queries by one page, and of the page's token states."""
-    if call.expand is None:
-        key, value = states
-        of_query, *of_states = attend_page_backward(
-            grad, query, key, value, out, lse, call.scale, mask=piece.mask, causal=piece.causal
-        )
-        return of_query, tuple(of_states)
-    leaves = tuple(state.detach().requires_grad_() for state in states)
-    with torch.enable_grad(), call.autocast():
-        key, value = call.expand(*leaves)
-    of_query, of_key, of_value = attend_page_backward(
-        grad, query, key.detach(), value.detach(), out, lse, call.scale, mask=piece.mask, causal=piece.causal
-    )
-    torch.autograd.backward((key, value), (of_key.to(key.dtype), of_value.to(value.dtype)))
-    return of_query, tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
-
-
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, store: StateStore, key: StateKey, anchor: Tensor) -> Tensor:
@@ -389,21 +237,3 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
         collected = ctx.store.gradient(ctx.key)
         return None, None, gradients[0], None if collected is None else collected[0].to(ctx.dtype)
-
-
-def _within(
-    window: int, query_start: int, num_queries: int, key_start: int, num_keys: int, device: torch.device
-) -> Tensor:
-    queries = torch.arange(query_start, query_start + num_queries, device=device)
-    keys = torch.arange(key_start, key_start + num_keys, device=device)
-    return queries[:, None] - keys[None, :] < window
-
-
-def _chosen_in(selected: Tensor, start: int, num_tokens: int) -> Tensor | None:
-    """bool ``[T, num_tokens]``: which positions of a page are selected; None if none is."""
-    local = selected - start
-    local = local.where((local >= 0) & (local < num_tokens), num_tokens)
-    if bool((local == num_tokens).all()):
-        return None
-    mask = torch.zeros(len(selected), num_tokens + 1, dtype=torch.bool, device=selected.device)
-    return mask.scatter_(1, local, True)[:, :num_tokens]
