@@ -14,7 +14,8 @@ from services.trainer.tree.adapters import Adapter
 from services.trainer.tree.forest import Forest, Segment
 from services.trainer.tree.head import backward_through_head, target_scores
 from services.trainer.tree.layers import LayerRecompute
-from services.trainer.tree.plan import Chunk, Plan, Visit, VisitKind
+from services.trainer.tree.packed import Attention, predicting_states
+from services.trainer.tree.plan import Chunk, Mode, Plan, Visit, VisitKind
 from services.trainer.tree.resume import Progress, step_digest
 from services.trainer.tree.states import ChunkContext, Page
 from services.trainer.tree.store import StateKey, StateStore, StoreBudget
@@ -87,6 +88,7 @@ class Executor:
         *,
         budget: StoreBudget,
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        pack_attention: Attention = "nodes",
         keep_choices: bool = False,
     ) -> None:
         """``keep_choices``: remember what was chosen without gradient (experts, keys) in ``choices``."""
@@ -94,6 +96,7 @@ class Executor:
         self.choices: dict[StateKey, Tensor] = {}
         self._budget = budget
         self._autocast = autocast
+        self._pack_attention = pack_attention
         self._keeps_choices = keep_choices
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
@@ -118,6 +121,9 @@ class Executor:
         ``progress``: save the step's progress between visits without kept graphs, and go on from what was saved; the
         gradients then are those of the saved step, whatever the parameters' ``grad`` held before.
         """
+        if plan.mode is Mode.PACK:
+            self._train_packed(forest, plan, temperature, objective)
+            return
         with self._step(forest, plan) as step:
             digest = "" if progress is None else step_digest(forest, plan, temperature, self.model)
             done = 0 if progress is None else progress.restore(digest, self.model, step.store)
@@ -129,7 +135,11 @@ class Executor:
 
     @torch.no_grad()
     def score(self, forest: Forest, plan: Plan, temperature: float) -> Scores:
-        """The scores of all targets, by the same visits without gradients."""
+        """The scores of all targets, by the same plan without gradients."""
+        if plan.mode is Mode.PACK:
+            rows = predicting_states(self.model, forest, self._pack_attention, self._autocast)
+            ids = self._ids(forest, slice(None))
+            return Scores(*target_scores(rows, self._head, ids, temperature, plan.head_rows, self._autocast))
         num_targets = len(forest.target_ids)
         device = self.model.device
         logprobs = torch.zeros(num_targets, device=device, dtype=self._score_dtype)
@@ -147,6 +157,12 @@ class Executor:
                 else:
                     step.store.release(visit.chunk)
         return Scores(logprobs, entropy)
+
+    def _train_packed(self, forest: Forest, plan: Plan, temperature: float, objective: Objective) -> None:
+        """The whole forest in one forward and backward."""
+        rows = predicting_states(self.model, forest, self._pack_attention, self._autocast)
+        targets = torch.arange(len(rows))
+        rows.backward(self._backward_through_head(rows, forest, plan, targets, temperature, objective))
 
     # -- visits -------------------------------------------------------------------------------------------------------
 
@@ -172,21 +188,27 @@ class Executor:
         context, hidden = graph or self._evaluate(step, index, is_recorded=True)
         with context.active():
             targets, rows = self._rows(step, index, context, hidden)
-            grad = None
+            roots, slopes = [hidden], [torch.zeros_like(hidden)]  # also without targets: states wait for their gradient
             if len(targets):
-                grad = backward_through_head(
-                    rows.detach(),
-                    self._head,
-                    self._ids(step.forest, targets),
-                    temperature,
-                    step.plan.head_rows,
-                    lambda part, logprobs, entropy: objective(targets[part], logprobs, entropy),
-                    self._autocast,
+                roots.append(rows)
+                slopes.append(
+                    self._backward_through_head(rows, step.forest, step.plan, targets, temperature, objective)
                 )
-            roots = [hidden] if grad is None else [hidden, rows]
-            torch.autograd.backward(
-                roots, [torch.zeros_like(hidden)] if grad is None else [torch.zeros_like(hidden), grad]
-            )
+            torch.autograd.backward(roots, slopes)
+
+    def _backward_through_head(
+        self, rows: Tensor, forest: Forest, plan: Plan, targets: Tensor, temperature: float, objective: Objective
+    ) -> Tensor:
+        """Gradient at the hidden states ``[m, hidden]`` that predict ``targets``."""
+        return backward_through_head(
+            rows.detach(),
+            self._head,
+            self._ids(forest, targets),
+            temperature,
+            plan.head_rows,
+            lambda part, logprobs, entropy: objective(targets[part], logprobs, entropy),
+            self._autocast,
+        )
 
     def _evaluate(self, step: _Step, index: int, *, is_recorded: bool) -> tuple[ChunkContext, Tensor]:
         """Send a chunk through the model. Its last hidden states are ``[1, T, hidden]``."""
@@ -262,7 +284,7 @@ class Executor:
         finally:
             store.close()
 
-    def _ids(self, forest: Forest, index: Tensor) -> Tensor:
+    def _ids(self, forest: Forest, index: Tensor | slice) -> Tensor:
         return torch.from_numpy(forest.target_ids).long()[index].to(self.model.device)
 
     @property
