@@ -40,8 +40,10 @@ class Adapter(Protocol):
 def adapters() -> tuple[Adapter, ...]:
     """All of them."""
     from services.trainer.tree.adapters.attention import FullAttention
+    from services.trainer.tree.adapters.linear import HybridLinear
+    from services.trainer.tree.adapters.moe import MixtureOfExperts
 
-    return (FullAttention(),)
+    return (FullAttention(), MixtureOfExperts(), HybridLinear())
 
 
 def adapter_for(config: Any) -> Adapter:
