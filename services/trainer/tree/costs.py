@@ -6,19 +6,41 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkBytes:
-    """Bytes as a function of a chunk of ``n`` tokens on whose path the longest page has ``p`` tokens."""
+class Knot:
+    """Bytes of a chunk of one size."""
 
-    base: float = 0.0
-    per_token: float = 0.0
+    num_tokens: int
+    base: float
     per_page_token: float = 0.0
-    per_pair: float = 0.0
-    """For each pair of a token of the chunk and a token of the page."""
+    """For each token of the longest page on the chunk's path, itself included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBytes:
+    """Bytes as a function of a chunk of ``n`` tokens on whose path the longest page has ``p >= n`` tokens: linear in
+    ``p``, and in ``n`` between knots and beyond them. No knots: none."""
+
+    knots: tuple[Knot, ...] = ()
+    """By ascending size."""
+
+    @classmethod
+    def linear(
+        cls, base: float = 0.0, per_token: float = 0.0, per_page_token: float = 0.0, per_pair: float = 0.0
+    ) -> ChunkBytes:
+        """``base + n * per_token + p * (per_page_token + n * per_pair)``"""
+        return cls((Knot(0, base, per_page_token), Knot(1, base + per_token, per_page_token + per_pair)))
 
     def at(self, num_tokens: int, page_tokens: int) -> float:
-        """Never negative, whatever a fit has left below its points."""
-        by_page = page_tokens * (self.per_page_token + num_tokens * self.per_pair)
-        return max(0.0, self.base + num_tokens * self.per_token + by_page)
+        """Never negative, whatever lies below the lowest knot."""
+        if not self.knots:
+            return 0.0
+        above = next((i for i, knot in enumerate(self.knots) if knot.num_tokens >= num_tokens), len(self.knots) - 1)
+        low, high = self.knots[max(0, above - 1)], self.knots[max(above, min(1, len(self.knots) - 1))]
+        between = high.num_tokens - low.num_tokens
+        share = (num_tokens - low.num_tokens) / between if between else 0.0
+        base = low.base + share * (high.base - low.base)
+        per_page_token = low.per_page_token + share * (high.per_page_token - low.per_page_token)
+        return max(0.0, base + page_tokens * per_page_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +82,9 @@ class ModelCosts:
     """Bytes and work of one model on one rank. Zeros stand for what costs nothing."""
 
     constant_bytes: float = 0.0
-    """Weights, their gradients, and whatever else lives on the device all the time."""
+    """What lives on the device all the time and counts in its budget: weights, their gradients, optimizer state."""
+    weight_bytes: float = 0.0
+    """What a pass over a chunk reads of the weights."""
     state_bytes_per_token: float = 0.0
     """States that later tokens read: keys and values, latents, index keys, recorded choices."""
     layer_state_bytes_per_token: float = 0.0

@@ -156,7 +156,7 @@ def _pack(forest: Forest, costs: ModelCosts, budget: Budget, options: PlanOption
         Prediction(
             live_bytes=int(peak),
             work=work,
-            seconds=work.flops / speeds.flops_per_s + 3 * costs.constant_bytes / speeds.memory_bytes_per_s,
+            seconds=work.flops / speeds.flops_per_s + 3 * costs.weight_bytes / speeds.memory_bytes_per_s,
         ),
         forest,
         costs,

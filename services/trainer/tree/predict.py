@@ -8,8 +8,8 @@ from services.trainer.tree.costs import Budget, ModelCosts
 from services.trainer.tree.forest import Forest
 from services.trainer.tree.ledger import ChunkFacts, Ledger, Way, Work
 
-_STAGED_PAGES = 3
-"""Pages of one layer that come back from host memory or disk at a time: one in use, one read ahead, one written."""
+_PASSING_PAGES = 4
+"""Pages of one layer for which the store leaves room when it moves pages: read ahead, in use, on their way down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ def place(ledger: Ledger, facts: ChunkFacts, costs: ModelCosts, budget: Budget, 
         widest = costs.layer_state_bytes_per_token
         if way.recompute_layers:
             widest = max(widest, costs.layer_input_bytes_per_token / costs.num_layers)
-        staged = _STAGED_PAGES * widest * int(facts.num_tokens.max(initial=0))
-        needed = float(on_device.max(initial=0.0)) + staged
+        passing = _PASSING_PAGES * widest * int(facts.num_tokens.max(initial=0))
+        needed = float(on_device.max(initial=0.0))
         limit = max(0, int(budget.live_bytes - needed))
-        moved = max(0.0, stored - limit)
-        peak = needed + min(stored, limit)
+        moved = max(0.0, stored - max(0.0, limit - passing))
+        peak = needed + max(passing, min(stored, limit))
     on_host = moved if budget.host_bytes is None else min(moved, budget.host_bytes)
     on_disk = moved - on_host
     return Prediction(
@@ -70,7 +70,7 @@ def _seconds(ledger: Ledger, costs: ModelCosts, stored: float, on_host: float, o
     """Work, weights and the path's states, as if a path lay in the tiers as all states do at their most."""
     speeds = costs.speeds
     passed = float(ledger.passed_bytes.sum())
-    weights = float(ledger.num_passes.sum()) * costs.constant_bytes
+    weights = float(ledger.num_passes.sum()) * costs.weight_bytes
     share_host, share_disk = (on_host / stored, on_disk / stored) if stored else (0.0, 0.0)
     return (
         float(ledger.flops.sum()) / speeds.flops_per_s

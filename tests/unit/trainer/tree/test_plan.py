@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import ConfigError
 from services.trainer.packing import plan_batches
-from services.trainer.tree.costs import Budget, ChunkBytes, ModelCosts, PairCost
+from services.trainer.tree.costs import Budget, ChunkBytes, Knot, ModelCosts, PairCost
 from services.trainer.tree.forest import Forest, make_forest
 from services.trainer.tree.plan import (
     Mode,
@@ -29,20 +29,21 @@ from tests.unit.trainer.forests import make_micro_step, make_node
 
 COSTS = ModelCosts(
     constant_bytes=10_000,
+    weight_bytes=10_000,
     state_bytes_per_token=8,
     layer_state_bytes_per_token=2,
     accumulation_bytes_per_token=16,
     boundary_bytes=20,
     boundary_accumulation_bytes=40,
     attended_bytes_per_token=6,
-    capture=ChunkBytes(100, 20, 1),
-    graph=ChunkBytes(200, 100, 2, 0.5),
-    backward=ChunkBytes(300, 30, 3),
+    capture=ChunkBytes.linear(100, 20, 1),
+    graph=ChunkBytes.linear(200, 100, 2, 0.5),
+    backward=ChunkBytes.linear(300, 30, 3),
     layer_input_bytes_per_token=16,
     num_layers=4,
-    layer_graph=ChunkBytes(50, 5),
-    layer_backward=ChunkBytes(100, 40, 3, 0.1),
-    pack=ChunkBytes(0, 140),
+    layer_graph=ChunkBytes.linear(50, 5),
+    layer_backward=ChunkBytes.linear(100, 40, 3, 0.1),
+    pack=ChunkBytes.linear(0, 140),
     can_pack=True,
     row_bytes=8,
     head_base_bytes=100,
@@ -196,6 +197,15 @@ def test_detached_prefix_costs_one_forward() -> None:
     assert work.flops == 40 + 4 * (12 * 4 + 8 * 3)
 
 
+def test_bytes_are_linear_between_knots_and_beyond() -> None:
+    bytes_ = ChunkBytes((Knot(10, 100.0, 1.0), Knot(20, 200.0, 3.0), Knot(40, 200.0, 3.0)))
+    values = {n: bytes_.at(n, 50) for n in (5, 10, 15, 20, 30, 40, 80)}
+    assert values == {5: 50.0, 10: 150.0, 15: 250.0, 20: 350.0, 30: 350.0, 40: 350.0, 80: 350.0}
+    assert ChunkBytes((Knot(10, 100.0),)).at(99, 99) == 100.0
+    assert ChunkBytes.linear(-5.0, 1.0).at(3, 3) == 0.0
+    assert ChunkBytes.linear(1.0, 2.0, 3.0, 4.0).at(10, 20) == 1 + 2 * 10 + 3 * 20 + 4 * 200
+
+
 def test_pairs_count_what_each_token_sees() -> None:
     for visible in (None, 1, 5, 100):
         for start in (0, 3, 30):
@@ -205,7 +215,9 @@ def test_pairs_count_what_each_token_sees() -> None:
 
 
 def test_recomputed_layers_cost_a_forward_more() -> None:
-    costs = ModelCosts(flops_per_token=1.0, graph=ChunkBytes(per_token=1000), layer_graph=ChunkBytes(per_token=1))
+    costs = ModelCosts(
+        flops_per_token=1.0, graph=ChunkBytes.linear(per_token=1000), layer_graph=ChunkBytes.linear(per_token=1)
+    )
     forest = group(2, prompt_tokens=40, response_tokens=9)
     plan = make_plan(forest, costs, Budget(live_bytes=900), replace(WALK, recompute=Recompute.CHUNK))
     assert plan.recompute_layers
@@ -297,7 +309,7 @@ def test_states_move_to_host_memory_before_disk() -> None:
 
 
 def test_layers_are_recomputed_where_whole_chunks_do_not_fit() -> None:
-    costs = replace(COSTS, graph=ChunkBytes(0, 5000))
+    costs = replace(COSTS, graph=ChunkBytes.linear(0, 5000))
     plan = make_plan(group(2), costs, Budget(live_bytes=16_000, disk_bytes=None), WALK)
     assert plan.recompute_layers
     assert not make_plan(group(2), costs, Budget(), WALK).recompute_layers
