@@ -183,7 +183,7 @@ def _push(
         chunk = HeadChunk(logits.detach(), target_ids, temperature)
         del logits
         gradient = chunk.gradient(slope_of(chunk.logprobs, chunk.entropy))
-        torch.autograd.backward(edge, gradient.to(dtype))
+        torch.autograd.backward((edge,), (gradient.to(dtype),))
 
 
 def _chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
