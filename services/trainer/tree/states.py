@@ -39,6 +39,8 @@ class ChunkContext:
         gradient. ``autocast``: what the model runs under, for what runs again in a backward. ``keep_attended``: keep
         what attention over the path gave, so that a recomputation need not walk over the path for it once more.
         """
+        self.chunk_start = chunk.start
+        """Position of the chunk's first token; ``start`` is that of the first one that is here, if ranks share it."""
         self.start = chunk.start
         self.num_tokens = chunk.num_tokens
         self.is_recorded = is_recorded
@@ -118,9 +120,10 @@ class ChunkContext:
             return self._store.get(key)[0]
         return _Read.apply(self._store, key, self.anchor)
 
-    def leave(self, layer: int, part: str, state: Tensor, carrier: Tensor) -> Tensor:
+    def leave(self, layer: int, part: str, state: Tensor, carrier: Tensor, *, only_at_end: bool = False) -> Tensor:
         """Keep the state that the chunk ends with. ``carrier``: a tensor that the layer's output is made of; what is
         returned in its place brings the gradient that later chunks have collected for the state into the backward.
+        ``only_at_end``: the tokens of the chunk itself do not go on from it, whichever ranks hold them.
         """
         if not self._is_inner:
             return carrier
@@ -136,19 +139,22 @@ class ChunkContext:
     def keep(self, layer: int, part: str, tensor: Tensor) -> None:
         """Keep token states ``[..., T, d]`` that have no gradient."""
         key = StateKey(self._chunk.chunk, layer, part)
-        self._made[key] = tensor.detach()
-        if self._is_inner and not self._store.has(key):
-            self._store.put(key, (tensor.detach(),), needs_gradient=False)
+        num_tokens = self._chunk.num_tokens
+        self._made[key] = tensor[..., :num_tokens, :].detach()
+        if num_tokens and self._is_inner and not self._store.has(key):
+            self._store.put(key, (self._made[key],), needs_gradient=False)
 
     def kept(self, layer: int, part: str) -> Iterator[tuple[int, Tensor]]:
-        """What the chunks of the path have kept, oldest first, this chunk's own last: position of the first token of
-        each, and the tensor."""
-        for index, page in enumerate(self._path):
-            if index + 1 < len(self._path):
-                self._store.prefetch(StateKey(self._path[index + 1].chunk, layer, part))
+        """What the chunks of the path have kept here, oldest first, this chunk's own last: position of the first token
+        of each, and the tensor."""
+        path = [page for page in self._path if page.num_tokens]
+        for index, page in enumerate(path):
+            if index + 1 < len(path):
+                self._store.prefetch(StateKey(path[index + 1].chunk, layer, part))
             yield page.start, self._store.get(StateKey(page.chunk, layer, part))[0]
-        own = StateKey(self._chunk.chunk, layer, part)
-        yield self.start, self._store.get(own)[0] if self._store.has(own) else self._made[own]
+        if self._chunk.num_tokens:
+            own = StateKey(self._chunk.chunk, layer, part)
+            yield self.start, self._store.get(own)[0] if self._store.has(own) else self._made[own]
 
     def chosen(self, layer: int, part: str, choose: Callable[[], Tensor]) -> Tensor:
         """A choice without gradient (of experts, of keys): made when the chunk is first evaluated, and the same one
@@ -161,6 +167,17 @@ class ChunkContext:
             if self._is_inner:
                 self._store.put(key, (self._made[key],), needs_gradient=False)
         return self._made[key]
+
+    # -- rows of all ranks that share the chunk -----------------------------------------------------------------------
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """From rows of the tokens that are here ``[T, ..]`` to those of the whole chunk. No gradient goes through."""
+        return rows
+
+    def exchange(self, rows: Tensor) -> list[Tensor]:
+        """From what the states that are here say of the whole chunk's tokens ``[all T, ..]`` to what those of each rank
+        say of the tokens that are here ``[T, ..]``. No gradient goes through."""
+        return [rows]
 
     # -- what a graph keeps outside of it -----------------------------------------------------------------------------
 
