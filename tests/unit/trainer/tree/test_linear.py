@@ -21,6 +21,12 @@ from tests.unit.trainer.tree.walk import cuts, walk
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 NUM_TOKENS = 70
 
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 # -- the recurrence ----------------------------------------------------------------------------------------------------
 
 
@@ -203,10 +209,9 @@ def with_gradients(rule: Callable[..., Any], inputs: list[Any]) -> list[Tensor]:
 
 def draw(num_tokens: int, dtype: torch.dtype) -> list[Any]:
     """Query, key, value, log decay, rate and state, with two key heads for four heads."""
-    generator = torch.Generator().manual_seed(num_tokens)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype)
+        return torch.randn(shape, dtype=dtype)
 
     query, key, value = normal(1, num_tokens, 2, 8), normal(1, num_tokens, 2, 8), normal(1, num_tokens, 4, 6)
     decay, rate = -0.2 * normal(1, num_tokens, 4).abs(), normal(1, num_tokens, 4).sigmoid()
@@ -214,7 +219,7 @@ def draw(num_tokens: int, dtype: torch.dtype) -> list[Any]:
 
 
 def draw_hidden(dtype: torch.dtype) -> Tensor:
-    return torch.randn(1, NUM_TOKENS, 32, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    return torch.randn(1, NUM_TOKENS, 32, dtype=dtype)
 
 
 def mixer_of(model: Any) -> Any:

@@ -20,12 +20,17 @@ from tests.unit.trainer.tree.walks import make_executor, train
 
 WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.has_choices]
 OTHERS = {
-    "Glm4MoeConfig": {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "head_dim": 8, "first_k_dense_replace": 1},
+    "Glm4MoeConfig": {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
     "MixtralConfig": {"num_local_experts": 6},
     "OlmoeConfig": {"num_experts": 6},
     "Qwen2MoeConfig": {"num_experts": 6, "shared_expert_intermediate_size": 16},
 }
 LAYER, NUM_TOKENS = 1, 30
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
 
 
 # -- routing -----------------------------------------------------------------------------------------------------------
@@ -48,7 +53,7 @@ def test_experts_are_replayed_under_changed_weights(name: str) -> None:
     replayed, weights = evaluate(block, hidden, store)
     assert torch.equal(chosen, replayed)
     expected = expert_weights(block.gate, hidden[0], chosen)
-    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
     slope = torch.randn_like(weights)
     ours, theirs = (torch.autograd.grad((slope * value).sum(), block.gate.weight)[0] for value in (weights, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -117,7 +122,7 @@ def test_experts_give_the_results_and_gradients_of_hugging_face(name: str) -> No
         block, leaf = model.base_model.layers[LAYER].mlp, hidden.clone().requires_grad_()
         output = block(leaf)
         output.square().sum().backward()
-        results.append({**reference.gradients_of(block), "output": output.detach(), "input": leaf.grad})
+        results.append(gathered(block, leaf, output))
     error, parameter = reference.gradient_error(*results)
     assert error < 1e-12, parameter
 
@@ -132,7 +137,7 @@ def test_grouped_products_are_those_of_each_expert() -> None:
         leaf = rows.clone().requires_grad_()
         output = apply_experts(experts, leaf, counts)
         output.square().sum().backward()
-        results.append({**reference.gradients_of(experts), "output": output.detach(), "input": leaf.grad})
+        results.append(gathered(experts, leaf, output))
         experts.zero_grad()
     error, parameter = reference.gradient_error(*results)
     assert error < 1e-5, parameter
@@ -187,6 +192,12 @@ def evaluate(block: Any, hidden: Tensor, store: StateStore | None = None) -> tup
     handle.remove()
     ((indices, weights),) = seen
     return indices, weights
+
+
+def gathered(module: Any, leaf: Tensor, output: Tensor) -> dict[str, Tensor]:
+    """Gradients of a module's parameters and of its input, and its output."""
+    assert leaf.grad is not None
+    return {**reference.gradients_of(module), "output": output.detach(), "input": leaf.grad}
 
 
 def expert_weights(router: Any, hidden: Tensor, indices: Tensor) -> Tensor:
