@@ -31,6 +31,7 @@ Attention = Literal["nodes", "flex"]
 
 _BLOCK_TOKENS = 128
 _MIN_WINDOW_QUERIES = 256
+_MAX_KERNELS = 256
 
 
 def choose_attention(choice: Literal["auto", "nodes", "flex"], device: torch.device) -> Attention:
@@ -126,9 +127,14 @@ class TreeLayout:
         return self._masks[shape]
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """The mask of the whole row for FlexAttention."""
+        """The mask of the whole row for FlexAttention, of ``padded_length`` tokens; those of the padding see only
+        themselves."""
         if window not in self._block_masks:
-            self._block_masks[window] = make_block_mask(self.positions, self.ends, window)
+            num_tokens = len(self.positions)
+            padding = torch.arange(num_tokens, padded_length(num_tokens), device=self._device)
+            positions = torch.cat([self.positions, torch.zeros_like(padding)])
+            ends = torch.cat([self.ends, padding + 1])
+            self._block_masks[window] = make_block_mask(positions, ends, window)
         return self._block_masks[window]
 
 
@@ -211,26 +217,33 @@ def packed_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def padded_length(num_tokens: int) -> int:
+    """A row's length for FlexAttention: whole blocks, and few different lengths (four for each doubling), because a
+    kernel is compiled for each. At most a quarter more tokens, which cost next to nothing."""
+    num_blocks = max(1, -(-num_tokens // _BLOCK_TOKENS))
+    step = 1 << max(0, num_blocks.bit_length() - 3)
+    return -(-num_blocks // step) * step * _BLOCK_TOKENS
+
+
 def make_block_mask(
     positions: Tensor, ends: Tensor, window: int | None, block_tokens: int = _BLOCK_TOKENS
 ) -> BlockMask:
-    """FlexAttention's mask of a row, by ``TreeLayout.positions`` and ``TreeLayout.ends`` ``[T]``.
+    """FlexAttention's mask of a row, by ``TreeLayout.positions`` and ``TreeLayout.ends`` ``[T]``, T in whole blocks.
 
     Made of the bounds of blocks, without a mask of ``T x T``: blocks of which no pair sees each other are skipped,
     those of which all do need no mask inside.
     """
     num_tokens, device = len(positions), positions.device
-    num_blocks = -(-num_tokens // block_tokens)
-    low = torch.arange(num_blocks, device=device) * block_tokens
-    high = (low + block_tokens).clamp(max=num_tokens) - 1  # the last query of each block
-    ends_of, positions_of = _by_block(ends, num_blocks, block_tokens), _by_block(positions, num_blocks, block_tokens)
+    ends_of, positions_of = ends.view(-1, block_tokens), positions.view(-1, block_tokens)
+    low = torch.arange(0, num_tokens, block_tokens, device=device)
+    high = low + block_tokens - 1
     is_before = low[None, :] < low[:, None]  # [query block, key block]
     is_seen = is_before & (ends_of.amax(1)[None, :] > low[:, None])
     is_full = is_before & (ends_of.amin(1)[None, :] > high[:, None])
     if window is not None:
         is_seen &= positions_of.amin(1)[:, None] - positions_of.amax(1)[None, :] < window
         is_full &= positions_of.amax(1)[:, None] - positions_of.amin(1)[None, :] < window
-    is_partial = (is_seen & ~is_full) | torch.eye(num_blocks, dtype=torch.bool, device=device)
+    is_partial = (is_seen & ~is_full) | torch.eye(len(low), dtype=torch.bool, device=device)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = (key <= query) & (query < ends[key])
@@ -283,24 +296,27 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask
 def _attend_flex(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, tree: TreeLayout
 ) -> Tensor:
+    num_tokens = query.shape[2]
     if torch.is_autocast_enabled(query.device.type):  # which knows nothing of FlexAttention
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    attend = _compiled_flex() if query.device.type == "cuda" else flex_attention
-    return attend(
-        query,
-        key,
-        value,
-        block_mask=tree.block_mask(window),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    missing = padded_length(num_tokens) - num_tokens
+    query, key, value = (functional.pad(tensor, (0, 0, 0, missing)) for tensor in (query, key, value))
+    attend: Any = _compiled_flex if query.device.type == "cuda" else flex_attention
+    is_grouped = query.shape[1] != key.shape[1]
+    output = attend(query, key, value, block_mask=tree.block_mask(window), scale=scale, enable_gqa=is_grouped)
+    return output[:, :, :num_tokens]
+
+
+def _compiled_flex(*args: Any, **kwargs: Any) -> Any:
+    """Uncompiled it would hold all scores of the row: that is what a length beyond the limit must not fall back to."""
+    with torch._dynamo.config.patch(recompile_limit=_MAX_KERNELS):
+        return _compile_flex()(*args, **kwargs)
 
 
 @functools.cache
-def _compiled_flex() -> Any:
-    """Uncompiled it would hold all scores of the row. Compiled once; rows of other lengths reuse it."""
-    return torch.compile(flex_attention)
+def _compile_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def _should_slide(module: Any) -> bool:
@@ -308,12 +324,6 @@ def _should_slide(module: Any) -> bool:
     layer_types = getattr(config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)
     return layer_types is not None and layer is not None and layer_types[layer] == "sliding_attention"
-
-
-def _by_block(values: Tensor, num_blocks: int, block_tokens: int) -> Tensor:
-    """``[T]`` as ``[blocks, block_tokens]``, the last value repeated."""
-    missing = num_blocks * block_tokens - len(values)
-    return torch.cat([values, values[-1:].expand(missing)]).view(num_blocks, block_tokens)
 
 
 def _listed(is_listed: Tensor) -> tuple[Tensor, Tensor]:

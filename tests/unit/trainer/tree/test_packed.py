@@ -26,6 +26,7 @@ from services.trainer.tree.packed import (
     make_block_mask,
     pack_row,
     packed_attention,
+    padded_length,
     predicting_states,
 )
 from tests.unit.trainer.tree import reference
@@ -44,17 +45,21 @@ def forest_of(seed: int, **shape: Any) -> Forest:
 def visible_pairs(forest: Forest, window: int | None) -> Tensor:
     """bool ``[T, T]``, pair by pair: the key's segment is on the query's path, and the key is not later."""
     where = [(index, offset) for index, segment in enumerate(forest.segments) for offset in range(segment.num_tokens)]
-    visible = torch.zeros(len(where), len(where), dtype=torch.bool)
-    for row, (segment, offset) in enumerate(where):
+    rows = []
+    for segment, offset in where:
         path, above = set(), segment
         while above >= 0:
             path.add(above)
             above = forest.segments[above].parent
         position = forest.segments[segment].start + offset
-        for column, (other, other_offset) in enumerate(where):
-            distance = position - forest.segments[other].start - other_offset
-            visible[row, column] = other in path and distance >= 0 and (window is None or distance < window)
-    return visible
+        distances = [position - forest.segments[other].start - other_offset for other, other_offset in where]
+        rows.append(
+            [
+                other in path and 0 <= distance < (window or len(where))
+                for (other, _), distance in zip(where, distances, strict=True)
+            ]
+        )
+    return torch.tensor(rows)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("flex_on_cpu")
 @pytest.mark.parametrize("attention", ["nodes", "flex"])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_attention_sees_the_path_and_no_more(
     attention: Attention, window: int | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,32 +116,35 @@ def test_row_without_a_tree_is_one_causal_sequence(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("block_tokens", [1, 4, 16, 128])
+@pytest.mark.parametrize("block_tokens", [1, 4, 16, 64])
 def test_block_mask_skips_no_pair_and_masks_where_it_must(window: int | None, block_tokens: int) -> None:
-    for seed in range(6):
+    for seed in range(3):
         forest = forest_of(seed, num_roots=1 + seed % 3, long_tokens=30)
-        visible = visible_pairs(forest, window)
+        num_tokens = forest.num_tokens // block_tokens * block_tokens
+        visible = visible_pairs(forest, window)[:num_tokens, :num_tokens]
         layout = TreeLayout(forest, CPU, "flex")
-        mask = make_block_mask(layout.positions, layout.ends, window, block_tokens)
-        num_tokens, num_blocks = len(visible), -(-len(visible) // block_tokens)
+        mask = make_block_mask(layout.positions[:num_tokens], layout.ends[:num_tokens], window, block_tokens)
+        num_blocks = num_tokens // block_tokens
         partial_blocks = listed_blocks(mask.kv_num_blocks, mask.kv_indices, num_blocks)
         full_blocks = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, num_blocks)
-        assert not (partial_blocks & full_blocks).any()
         rows = torch.arange(num_tokens)
-        seen = mask.mask_mod(rows[:0], rows[:0], rows[:, None], rows)
-        assert torch.equal(seen, visible)
-        padded = torch.zeros(num_blocks * block_tokens, num_blocks * block_tokens, dtype=torch.bool)
-        padded[:num_tokens, :num_tokens] = visible
-        blocks = padded.view(num_blocks, block_tokens, num_blocks, block_tokens).transpose(1, 2).flatten(2)
-        padded[num_tokens:] = padded[:, num_tokens:] = True  # what does not exist is no reason for a mask
-        whole = padded.view(num_blocks, block_tokens, num_blocks, block_tokens).transpose(1, 2).flatten(2).all(-1)
-        needed = blocks.any(-1)
+        assert torch.equal(mask.mask_mod(rows[:0], rows[:0], rows[:, None], rows), visible)
+        blocks = visible.view(num_blocks, block_tokens, num_blocks, block_tokens).transpose(1, 2).flatten(2)
+        needed, whole = blocks.any(-1), blocks.all(-1)
+        assert not (partial_blocks & full_blocks).any()
         assert not (needed & ~(partial_blocks | full_blocks)).any()
         assert not (full_blocks & ~whole).any()
         if window is None:
-            assert torch.equal(partial_blocks | full_blocks, needed)
             own = torch.eye(num_blocks, dtype=torch.bool)
+            assert torch.equal(partial_blocks | full_blocks, needed)
             assert torch.equal(full_blocks & ~own, whole & ~own)
+
+
+def test_rows_of_few_lengths_are_compiled() -> None:
+    lengths = [padded_length(n) for n in range(1, 20_000)]
+    assert all(n <= length <= max(128, 1.25 * n + 128) for n, length in enumerate(lengths, 1))
+    assert all(length % 128 == 0 for length in lengths)
+    assert len(set(lengths)) < 30
 
 
 def listed_blocks(counts: Tensor | None, indices: Tensor | None, num_blocks: int) -> Tensor:
@@ -208,7 +216,7 @@ def train_packed(
     return objective
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "qwen3_window"])
 def test_packed_forest_trains_like_plain_rows(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_MIN_WINDOW_QUERIES", 4)
