@@ -100,6 +100,12 @@ def test_spans_of_a_chunk_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     check_against_whole_sequence("qwen3_next", [30, 5, 35], torch.float64, 2e-6, monkeypatch)
 
 
+def test_a_fused_rule_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a kernel it stands in the place of Hugging Face's own function, which stands here for it."""
+    monkeypatch.setattr(linear, "is_fused", lambda _tensor: True)
+    check_against_whole_sequence("qwen3_next", cuts(NUM_TOKENS, 3), torch.float32, 2e-5)
+
+
 def test_state_is_of_the_promised_size() -> None:
     model = make_model("qwen3_next", torch.float32)
     HybridLinear().install(model)
