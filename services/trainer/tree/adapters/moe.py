@@ -136,7 +136,7 @@ def evaluate_experts(experts: Any, hidden: Tensor, indices: Tensor, weights: Ten
     rows = apply_experts(experts, hidden[order // num_chosen], counts)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    results = rows[place].view(num_tokens, num_chosen, -1)
+    results = rows[place].unflatten(0, (num_tokens, num_chosen))
     return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
@@ -146,6 +146,8 @@ def apply_experts(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
     ``rows`` ``[R, hidden]``, ``counts`` int64 ``[experts]``, summing to R; returns ``[R, hidden]``. Where the model is
     configured for ``grouped_mm`` and its numbers are of a type that has it, experts are multiplied together.
     """
+    if not len(rows):
+        return rows
     up, down = experts.gate_up_proj, experts.down_proj
     if experts.config._experts_implementation == "grouped_mm" and _compute_type(rows) in _GROUPED_TYPES:
         compute = _compute_type(rows)

@@ -143,6 +143,18 @@ def test_grouped_products_are_those_of_each_expert() -> None:
     assert error < 1e-5, parameter
 
 
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_no_tokens_give_no_results(implementation: str) -> None:
+    model = make_model("qwen3_moe", torch.float32)
+    model.config._experts_implementation = implementation
+    record_routing(model)
+    hidden, indices = torch.zeros(0, 32, requires_grad=True), torch.zeros(0, 2, dtype=torch.int64)
+    output = model.base_model.layers[LAYER].mlp.experts(hidden, indices, torch.zeros(0, 2))
+    assert output.shape == (0, 32)
+    output.sum().backward()
+    assert hidden.grad is not None
+
+
 def test_configured_grouped_products_serve_float64_too() -> None:
     model, plain = make_model("qwen3_moe"), make_model("qwen3_moe")
     model.config._experts_implementation = "grouped_mm"
