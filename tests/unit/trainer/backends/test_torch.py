@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from services.common.errors import ConfigError
-from services.trainer.backends.attention import NAME
+from services.trainer.tree.adapters.attention import NAME
 from services.trainer.backends.base import BatchResult
 from services.trainer.backends.torch import TorchBackend
 from services.trainer.config import FullConfig, LoraConfig, OptimizerConfig, TrainerConfig
