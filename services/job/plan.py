@@ -27,7 +27,7 @@ from services.rollout.scoring.evaluate import check_scoring, describe
 from services.rollout.tasks import load_task_set
 from services.rollout.types import Task
 from services.scheduler.options import JobOptions
-from services.trainer.backends.models import check_architecture
+from services.trainer.tree.adapters import adapter_for
 from services.trajectory.store.check import check_store, describe_store
 
 
@@ -99,7 +99,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
         check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_host", "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
     check_model(model_path)
-    check_architecture(load_architecture(model_path))
+    adapter_for(load_architecture(model_path))
 
     output = _from(Path.cwd(), config.output.dir)
     check_output(output)

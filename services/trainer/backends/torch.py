@@ -1,9 +1,11 @@
-"""The ``torch`` backend: a Hugging Face model and one packed forward a batch: shared segments are computed once."""
+"""The ``torch`` backend: a Hugging Face model whose batches go through the tree executor: what runs share is computed
+once."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,23 +14,49 @@ from torch import Tensor, nn
 
 from services.common.errors import ConfigError
 from services.trainer.backends.base import BatchResult, Update
-from services.trainer.backends.head import HeadChunk
-from services.trainer.backends.models import check_path_length, hidden_states, load_model, lora_layers
+from services.trainer.backends.models import check_exactness, load_model, lora_layers
 from services.trainer.config import TrainerConfig
-from services.trainer.loss import LossSums, clipped_policy_loss
-from services.trainer.packing import Batch, pack_forest
+from services.trainer.objective import PolicyObjective
+from services.trainer.packing import Batch
+from services.trainer.tree.adapters import adapter_for
+from services.trainer.tree.costs import Budget
+from services.trainer.tree.estimate import costs_of_model
+from services.trainer.tree.executor import Executor
+from services.trainer.tree.forest import make_forest
+from services.trainer.tree.packed import choose_attention
+from services.trainer.tree.plan import ModeChoice, make_plan
+from services.trainer.tree.store import StoreBudget
 
-_HEAD_CHUNK_BYTES = 64 << 20
-"""Size of one chunk of logits."""
+_BLOCK_TOKENS = 64
+"""Recurrent layers work in blocks of so many tokens: chunks cut between blocks need no padding."""
 
 
 class TorchBackend:
-    """``TrainingBackend`` by PyTorch, data parallel over the ranks of the default process group."""
+    """``TrainingBackend`` by PyTorch, over the ranks of the default process group: they share the micro-steps, or with
+    ``tree.context_parallel`` each of them."""
 
     def __init__(self, model_path: str, config: TrainerConfig, device: torch.device, seed: int = 0) -> None:
         self._config = config
         self._device = device
         self.model = load_model(model_path, config, device, seed)
+        adapter = adapter_for(self.model.config)
+        tree = config.tree
+        is_shared = tree.context_parallel and dist.is_initialized() and dist.get_world_size() > 1
+        self._executor = Executor(
+            self.model,
+            adapter,
+            budget=StoreBudget(host_bytes=None if device.type == "cpu" else tree.host_bytes, folder=tree.page_dir),
+            autocast=self._autocast,
+            pack_attention=choose_attention(tree.pack_attention, device),
+            group=dist.group.WORLD if is_shared else None,
+        )
+        check_exactness(self.model, self._executor, config.dtype, self._autocast)
+        self._counts = not is_shared or dist.get_rank() == 0
+        self._costs = costs_of_model(self.model, adapter, getattr(torch, config.dtype))
+        self._options = tree.options(alignment_tokens=1 if adapter.is_attention_only else _BLOCK_TOKENS)
+        if is_shared:
+            self._options = replace(self._options, mode=ModeChoice.WALK)
+        self._budget = Budget(tree.memory_bytes, tree.host_bytes, tree.page_bytes)
         self._trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         optimizer = config.optimizer
         self._optimizer = torch.optim.AdamW(
@@ -41,40 +69,14 @@ class TorchBackend:
         )
 
     def accumulate(self, batch: Batch, temperature: float, version: int) -> BatchResult:
-        pack = pack_forest(batch.nodes)
-        check_path_length(self.model.config, pack.longest_path)
-        runs = torch.tensor([[run.advantage, 1.0 / run.num_targets] for run in batch.runs], dtype=torch.float64)
-        per_target = runs[torch.from_numpy(pack.target_runs).long()].to(self._device)
-        behaviour = torch.from_numpy(pack.behaviour).to(self._device)
-        target_ids = torch.from_numpy(pack.target_ids).long().to(self._device)
-        is_current = torch.from_numpy(pack.versions == version).to(self._device)
-        with self._autocast():
-            hidden = hidden_states(self.model, pack, self._device)
-        rows = hidden[torch.from_numpy(pack.predecessors).long().to(self._device)]  # [M, hidden]
-        leaf = rows.detach().requires_grad_()
-        sums, difference = LossSums(), -1.0
-        for start in range(0, len(leaf), self._rows_per_chunk()):
-            part = slice(start, start + self._rows_per_chunk())
-            with self._autocast():
-                logits = self.model.get_output_embeddings()(leaf[part])
-            head = HeadChunk(logits.detach(), target_ids[part], temperature)
-            logprobs = head.logprobs.requires_grad_()
-            weights = per_target[part].to(logprobs.dtype)
-            loss, part_sums = clipped_policy_loss(
-                logprobs,
-                behaviour[part].to(logprobs.dtype),
-                weights[:, 0],
-                weights[:, 1],
-                head.entropy,
-                self._config.loss,
-            )
-            (slope,) = torch.autograd.grad(loss, logprobs)
-            logits.backward(head.gradient(slope).to(logits.dtype))
-            sums += part_sums
-            compared = (logprobs.detach() - behaviour[part])[is_current[part]].abs()
-            difference = max(difference, float(compared.max()) if len(compared) else -1.0)
-        rows.backward(leaf.grad)
-        return BatchResult(sums, len(pack.token_ids), difference)
+        forest = make_forest(batch.nodes)
+        plan = make_plan(forest, self._costs, self._budget, self._options)
+        old = None
+        if self._config.loss.old_logprobs == "recomputed":
+            old = self._executor.score(forest, plan, temperature).logprobs
+        objective = PolicyObjective(forest, batch.runs, self._config.loss, self._device, version=version, old=old)
+        self._executor.train(forest, plan, temperature, objective)
+        return BatchResult(objective.sums, forest.num_tokens if self._counts else 0, objective.logprob_abs_diff_max)
 
     def reduce(self) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -176,10 +178,6 @@ class TorchBackend:
             )
         for name, parameter in self._trainable.items():
             parameter.copy_(state[name])
-
-    def _rows_per_chunk(self) -> int:
-        vocab_size: int = self.model.config.get_text_config().vocab_size
-        return max(1, _HEAD_CHUNK_BYTES // (4 * vocab_size))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._config.dtype == "float32":

@@ -50,6 +50,8 @@ class TreeConfig(BaseModel):
     def _check(self) -> TreeConfig:
         if self.expert_parallel and not self.context_parallel:
             raise ValueError("expert_parallel shares experts among ranks that share chunks: set context_parallel too")
+        if self.context_parallel and self.mode is ModeChoice.PACK:
+            raise ValueError("ranks share the chunks of a walk, not a packed pass: leave mode at auto")
         if self.page_bytes and self.page_dir is None:
             raise ValueError("page_bytes are those of files in page_dir: set page_dir too")
         if self.min_chunk_tokens > self.max_chunk_tokens:

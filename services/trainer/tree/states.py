@@ -85,6 +85,9 @@ class ChunkContext:
         ``window`` positions, itself included. ``selected`` int64 ``[T, k]``: the positions that a query sees, -1 where
         there are fewer. Returns ``[1, Hq, T, Dv]``.
         """
+        if torch.is_autocast_enabled(query.device.type):  # which does not know the kernels that are called here
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, own = query.to(dtype), tuple(state.to(dtype) for state in own)
         key = StateKey(self._chunk.chunk, layer, TOKEN_STATES)
         if self._is_inner and not self._store.has(key):
             self._store.put(key, tuple(state.detach() for state in own), needs_gradient=self._chunk.has_gradient)
@@ -133,6 +136,12 @@ class ChunkContext:
         if not (self.is_recorded and self._chunk.has_gradient):
             return carrier
         return _Leave.apply(self._store, key, carrier, state)
+
+    def finish_forward(self) -> None:
+        """To be called when the chunk has gone through the model."""
+
+    def begin_backward(self) -> None:
+        """To be called before the backward of the chunk, when what is below it is done."""
 
     # -- states and choices without gradient --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Batches never cut a run; a packed forest keeps every path as it was."""
+"""Batches are whole micro-steps, joined while they fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.types import VersionSpan
-from services.trainer.packing import Batch, check_micro_step, count_runs, pack_forest, plan_batches
+from services.trainer.packing import Batch, check_micro_step, count_runs, plan_batches
 from services.trainer.types import MicroStep, Node, RunWeight
 from tests.unit.trainer.forests import make_micro_step, make_node, path_to
 
@@ -67,48 +66,9 @@ def test_run_without_target_is_not_counted_and_a_group_without_one_is_left_out()
     assert plan_batches([nothing], 100) == []
 
 
-@given(st.integers(0, 10_000))
-def test_pack_keeps_each_path(seed: int) -> None:
-    nodes = make_micro_step(seed).nodes
-    pack = pack_forest(nodes)
-    for index in range(len(nodes)):
-        rows = np.concatenate([np.arange(pack.node_starts[n], pack.node_starts[n + 1]) for n in path_to(nodes, index)])
-        np.testing.assert_array_equal(pack.position_ids[rows], np.arange(len(rows)))
-        for target, predecessor in zip(pack.targets, pack.predecessors, strict=True):
-            if pack.node_starts[index] <= target < pack.node_starts[index + 1]:
-                place = list(rows).index(target)
-                assert predecessor == rows[place - 1]
-
-
-def test_child_of_an_empty_node_is_predicted_by_its_grandparent() -> None:
-    rng = np.random.default_rng(0)
-    nodes = [make_node(rng, -1, -1, 3), make_node(rng, 0, -1, 0), make_node(rng, 1, 0, 2, target_share=1.0)]
-    pack = pack_forest(nodes)
-    assert pack.predecessors.tolist() == [2, 3]
-    assert pack.position_ids.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_versions_follow_the_targets() -> None:
-    rng = np.random.default_rng(0)
-    node = replace(
-        make_node(rng, -1, 0, 6),
-        target_mask=np.array([False, True, False, True, True, True]),
-        version_spans=(VersionSpan(3, 1), VersionSpan(4, 3)),
-    )
-    pack = pack_forest([node])
-    assert pack.targets.tolist() == [1, 3, 4, 5]
-    assert pack.versions.tolist() == [3, 4, 4, 4]
-    with pytest.raises(ValueError, match="version spans"):
-        pack_forest([replace(node, version_spans=(VersionSpan(3, 1),))])
-
-
-def test_malformed_forests_are_refused() -> None:
+def test_micro_steps_that_contradict_themselves_are_refused() -> None:
     rng = np.random.default_rng(0)
     prompt, answer = make_node(rng, -1, -1, 3), make_node(rng, 0, 0, 3, target_share=1.0)
-    with pytest.raises(ValueError, match="before its parent"):
-        pack_forest([make_node(rng, 1, -1, 3), prompt])
-    with pytest.raises(ValueError, match="nothing predicts it"):
-        pack_forest([replace(answer, parent=-1)])
     with pytest.raises(ValueError, match="3 targets here, 4 at selection"):
         check_micro_step(MicroStep("m", "g", (prompt, answer), (RunWeight("r0", 1.0, 4),)))
     with pytest.raises(ValueError, match="shared"):

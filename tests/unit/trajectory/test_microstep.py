@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.types import VersionSpan
-from services.trainer.packing import check_micro_step, pack_forest
+from services.trainer.packing import check_micro_step
+from services.trainer.tree.forest import make_forest
 from services.trainer.types import MicroStep
 from services.trajectory.microstep import SHARED, ScoredRun, build_micro_step, build_micro_steps, cut_group
 from services.trajectory.select import select
@@ -96,7 +97,7 @@ def test_a_run_without_targets_is_in_no_micro_step() -> None:
 
 def assert_well_formed(micro_step: MicroStep) -> None:
     check_micro_step(micro_step)
-    assert len(pack_forest(micro_step.nodes).targets) == micro_step.num_targets
+    assert make_forest(micro_step.nodes).num_targets == micro_step.num_targets
     with_children = {node.parent for node in micro_step.nodes}
     for index, node in enumerate(micro_step.nodes):
         assert node.parent < index

@@ -73,12 +73,13 @@ def tree_attention(
             f"attention with {', '.join(unknown) or 'a mask or dropout'} cannot be trained exactly on trees.",
             "Use a model whose attention is plain softmax, full or in a sliding window.",
         )
-    if not isinstance(key, OwnStates):
+    if isinstance(key, Tensor) and isinstance(value, Tensor):
         from services.trainer.tree.packed import packed_attention
 
         return packed_attention(
             module, query, key, value, None, scaling=scaling, sliding_window=sliding_window, tree=tree
         )
+    assert isinstance(key, OwnStates)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = key.attend(query, scale=scale, window=sliding_window)
     return out.transpose(1, 2), None

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from services.common.errors import ConfigError
-from services.trainer.tree.adapters.attention import NAME
 from services.trainer.backends.base import BatchResult
 from services.trainer.backends.torch import TorchBackend
-from services.trainer.config import FullConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from services.trainer.config import ClippedLossConfig, FullConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from services.trainer.packing import count_runs, plan_batches
+from services.trainer.tree.adapters.attention import NAME
+from services.trainer.tree.config import TreeConfig
 from services.trainer.types import MicroStep
-from tests.unit.trainer.forests import VOCAB_SIZE, make_micro_step, reference_loss
+from tests.unit.trainer.forests import VOCAB_SIZE, make_micro_step, path_to, reference_loss
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -65,9 +66,7 @@ def gradients(backend: TorchBackend) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 @pytest.mark.parametrize("seeds", [(0, 1), (2, 3, 4)])
-def test_packed_tree_equals_flattened_rows(
-    model_paths: dict[str, str], name: str, seeds: tuple[int, ...]
-) -> None:
+def test_packed_tree_equals_flattened_rows(model_paths: dict[str, str], name: str, seeds: tuple[int, ...]) -> None:
     micro_steps = [make_micro_step(seed) for seed in seeds]
     backend = make_backend(model_paths[name])
     backend.model.set_attn_implementation("sdpa")  # the reference uses nothing of ours
@@ -170,20 +169,20 @@ def test_updates_raise_what_went_well(model_paths: dict[str, str]) -> None:
 def _sampled_by(backend: TorchBackend, micro_step: MicroStep, version: int = 0) -> MicroStep:
     """The micro-step as if the backend's current weights had sampled it."""
     from services.common.types import VersionSpan
-    from services.trainer.backends.models import hidden_states
-    from services.trainer.packing import pack_forest
 
-    pack = pack_forest(micro_step.nodes)
-    with torch.no_grad():
-        hidden = hidden_states(backend.model, pack, torch.device("cpu"))
-        logits = backend.model.get_output_embeddings()(hidden[torch.from_numpy(pack.predecessors).long()]) / 0.8
-    logprobs = logits.log_softmax(-1).gather(-1, torch.from_numpy(pack.target_ids).long()[:, None])[:, 0].numpy()
+    logprobs = []
+    for index, node in enumerate(micro_step.nodes):
+        ids = np.concatenate([micro_step.nodes[n].token_ids for n in path_to(micro_step.nodes, index)]).astype(np.int64)
+        with torch.no_grad():
+            logits = backend.model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] / 0.8
+        own = logits[:-1].log_softmax(-1).gather(-1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
+        own = np.concatenate([[0.0], own])[len(ids) - len(node.token_ids) :]
+        logprobs.append(own[node.target_mask])
     nodes = []
     for index, node in enumerate(micro_step.nodes):
-        own = (pack.targets >= pack.node_starts[index]) & (pack.targets < pack.node_starts[index + 1])
         values = node.logprobs.copy()
-        values[node.target_mask] = logprobs[own]
-        spans = (VersionSpan(version, int(own.sum())),) if own.any() else ()
+        values[node.target_mask] = logprobs[index]
+        spans = (VersionSpan(version, len(logprobs[index])),) if len(logprobs[index]) else ()
         nodes.append(replace(node, logprobs=values, version_spans=spans))
     return replace(micro_step, nodes=tuple(nodes))
 
@@ -273,22 +272,50 @@ def test_loaded_state_goes_on_exactly(model_paths: dict[str, str], tune: Any) ->
         second.load({}, {})
 
 
-def test_model_that_packs_inexactly_is_refused_by_name(tmp_path: Path) -> None:
-    from transformers import Qwen3NextConfig
+def test_sliding_window_shorter_than_a_path_is_exact(tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
 
-    Qwen3NextConfig(num_hidden_layers=4).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"qwen3_next.*linear_attention"):
+    torch.manual_seed(4)
+    MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)).save_pretrained(tmp_path)
+    micro_step = make_micro_step(19, prompt_tokens=20)
+    backend = make_backend(str(tmp_path))
+    backend.model.set_attn_implementation("sdpa")
+    reference_loss(backend.model, [micro_step], backend._config.loss, 0.8).backward()
+    expected = gradients(backend)
+    backend.model.set_attn_implementation(NAME)
+    for mode in ("pack", "walk"):
+        backend = make_backend(str(tmp_path), tree=TreeConfig(mode=mode, min_chunk_tokens=4, max_chunk_tokens=4))
+        accumulate(backend, [micro_step], 1000)
+        for name, gradient in gradients(backend).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_architecture_without_an_adapter_is_refused_by_name_before_its_weights_are_read(tmp_path: Path) -> None:
+    from transformers import FalconMambaConfig
+
+    FalconMambaConfig(num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"falcon_mamba"):
         make_backend(str(tmp_path))
 
 
-def test_path_beyond_the_attention_window_is_refused(tmp_path: Path) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
+def test_ratios_against_recomputed_scores_are_one(model_paths: dict[str, str]) -> None:
+    micro_step = make_micro_step(21)
+    backend = make_backend(model_paths["qwen3"], loss=ClippedLossConfig(old_logprobs="recomputed"))
+    sums = accumulate(backend, [micro_step], 1000).sums
+    assert sums.ratio == pytest.approx(sums.num_targets, rel=1e-6)
+    assert sums.num_clipped == 0
 
-    MistralForCausalLM(MistralConfig(**SIZES, sliding_window=20)).save_pretrained(tmp_path)
-    backend = make_backend(str(tmp_path), optimizer=OptimizerConfig())
-    accumulate(backend, [make_micro_step(19, prompt_tokens=3, max_nodes_per_run=1)], 1000)
-    with pytest.raises(ConfigError, match=r"mistral.*window"):
-        accumulate(backend, [make_micro_step(19, prompt_tokens=20)], 1000)
+
+@pytest.mark.parametrize("memory_mib", [4, 64])
+def test_memory_changes_how_a_batch_is_evaluated_and_nothing_else(model_paths: dict[str, str], memory_mib: int) -> None:
+    micro_steps = [make_micro_step(seed, prompt_tokens=500, max_tokens=60) for seed in (22, 23)]
+    expected = make_backend(model_paths["qwen3"])
+    accumulate(expected, micro_steps, 100_000)
+    tree = TreeConfig(memory_bytes=memory_mib << 20, min_chunk_tokens=32, head_rows=64)
+    backend = make_backend(model_paths["qwen3"], tree=tree)
+    accumulate(backend, micro_steps, 100_000)
+    for name, gradient in gradients(backend).items():
+        torch.testing.assert_close(gradient, gradients(expected)[name], rtol=1e-3, atol=1e-5)
 
 
 def test_recurrent_model_without_layer_types_is_refused(tmp_path: Path) -> None:
