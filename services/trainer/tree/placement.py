@@ -115,7 +115,9 @@ class Placement:
             buffer = self._hold(level, record, buffer)
         if level == 0:
             return record.tensors
-        return record.layout.views(buffer.to(self._device, non_blocking=True))
+        if buffer.device.type != self._device.type:
+            buffer = buffer.to(self._device, non_blocking=self._copies is not None)
+        return record.layout.views(buffer)
 
     def fetch_ahead(self, record: Record) -> None:
         """Brings a state nearer in the background."""
@@ -154,9 +156,7 @@ class Placement:
                 record.tensors[index].add_(gradient)
         elif self.traffic.waits_for_room(self.host, record.num_bytes):
             copies = record.layout.views(self.host.allocate(record.num_bytes))
-            for index, gradient in given:
-                copies[index].copy_(gradient, non_blocking=True)
-            event = None if self._copies is None else torch.cuda.current_stream(self._device).record_event()
+            event = self._copy_down(copies, given)
             parts = [(index, copies[index]) for index, _ in given]
 
             def add() -> None:
@@ -169,6 +169,17 @@ class Placement:
             self.traffic.settle(record)
             dtypes = record.layout.dtypes
             self._add(record, [(index, part.to("cpu", dtypes[index])) for index, part in given], is_new=is_new)
+
+    def _copy_down(self, into: Sequence[Tensor], tensors: Sequence[tuple[int, Tensor]]) -> torch.cuda.Event | None:
+        """Copies tensors to the host's memory. The event, if there is one, says when that is done."""
+        if self._copies is None:
+            for index, tensor in tensors:
+                into[index].copy_(tensor)
+            return None
+        for index, tensor in tensors:
+            same_type = tensor.to(into[index].dtype)  # on the GPU: else the copy would go through unpinned memory
+            into[index].copy_(same_type, non_blocking=True)
+        return torch.cuda.current_stream(self._device).record_event()
 
     def _add(self, record: Record, parts: Sequence[tuple[int, Tensor]], *, is_new: bool) -> None:
         """Adds tensors of the record's own types, in CPU memory."""

@@ -91,6 +91,7 @@ class Reader:
         self._folder = folder
         try:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            self._entries: list[dict[str, Any]] = manifest["entries"]
             self._file = (folder / str(manifest["file"])).open("rb", buffering=0)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder} holds no saved states.", "Begin anew, or name the right folder.") from error
@@ -100,7 +101,6 @@ class Reader:
                 f"{folder} holds other states: {manifest['format']} {manifest['label']!r}, not {_FORMAT} {label!r}.",
                 "Name another folder, or delete this one to begin anew.",
             )
-        self._entries: list[dict[str, Any]] = manifest["entries"]
 
     def items(self) -> Iterator[tuple[Item, Place, Place | None]]:
         """Each item with the place of its state and of its gradient."""

@@ -117,7 +117,7 @@ class StateStore:
         is_new = entry.gradient is None
         if entry.gradient is None:
             layout = entry.state.layout.accumulated()
-            record = self._make(layout, is_gradient=True, uses=entry.state.uses)
+            record = self._make(layout, is_gradient=True, uses=entry.state.uses + 1)
             self._placement.add_unfilled(record)
             entry.gradient = record
         else:
