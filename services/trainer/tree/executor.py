@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from services.common.errors import ConfigError
 from services.trainer.tree.adapters import Adapter
 from services.trainer.tree.forest import Forest, Segment
 from services.trainer.tree.head import backward_through_head, target_scores
 from services.trainer.tree.layers import LayerRecompute
 from services.trainer.tree.packed import Attention, predicting_states
+from services.trainer.tree.parallel import ParallelContext
 from services.trainer.tree.plan import Chunk, Mode, Plan, Visit, VisitKind
+from services.trainer.tree.ranks import Ranks
 from services.trainer.tree.resume import Progress, step_digest
 from services.trainer.tree.states import ChunkContext, Page
 from services.trainer.tree.store import StateKey, StateStore, StoreBudget
@@ -49,7 +54,19 @@ class _Step:
     """Chunks with a chunk below them."""
     pushed: frozenset[int]
     """Chunks whose gradient is pushed back after what is below them."""
+    ranks: Ranks | None = None
+    """That share each chunk."""
     graphs: dict[int, tuple[ChunkContext, Tensor]] = field(default_factory=dict)
+
+    def part(self, index: int) -> Chunk:
+        """The tokens of a chunk that are here; there may be none."""
+        chunk = self.plan.chunks[index]
+        if self.ranks is None:
+            return chunk
+        part = self.ranks.part(chunk.num_tokens)
+        return replace(
+            chunk, first=chunk.first + part.start, start=chunk.start + part.start, num_tokens=part.stop - part.start
+        )
 
     def segment_of(self, chunk: Chunk) -> Segment:
         return self.forest.segments[chunk.segment]
@@ -68,8 +85,8 @@ class _Step:
         return path[::-1]
 
     def targets(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """The targets that a chunk predicts: indices into the forest's arrays, and rows of the chunk (-1: the
-        boundary before it)."""
+        """The targets that a chunk, or a part of it, predicts: indices into the forest's arrays, and rows of the chunk
+        (-1: the boundary before it)."""
         segment = self.segment_of(chunk)
         offsets = torch.from_numpy(segment.predecessors).long()
         first = chunk.first if chunk.first else -1
@@ -90,14 +107,19 @@ class Executor:
         autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         pack_attention: Attention = "nodes",
         keep_choices: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """``keep_choices``: remember what was chosen without gradient (experts, keys) in ``choices``."""
+        """``keep_choices``: remember what was chosen without gradient (experts, keys) in ``choices``. ``group``: the
+        ranks that share each chunk of a walk (context parallelism). Each then gets a share of every gradient, to be
+        summed over them, and is asked for the objective of its own targets only; all are to be given the same calls.
+        """
         self.model = model
         self.choices: dict[StateKey, Tensor] = {}
         self._budget = budget
         self._autocast = autocast
         self._pack_attention = pack_attention
         self._keeps_choices = keep_choices
+        self._ranks = Ranks(group) if group is not None else None
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._layers = LayerRecompute(model, autocast)
@@ -120,7 +142,12 @@ class Executor:
         ``temperature``: that of the sampling. A target's objective is asked for once, when its gradient is taken.
         ``progress``: save the step's progress between visits without kept graphs, and go on from what was saved; the
         gradients then are those of the saved step, whatever the parameters' ``grad`` held before.
+
+        Raises:
+            ConfigError: ranks cannot share such a step.
+            TrainingError: another rank is gone.
         """
+        self._check_shared(plan, progress)
         if plan.mode is Mode.PACK:
             self._train_packed(forest, plan, temperature, objective)
             return
@@ -128,14 +155,20 @@ class Executor:
             digest = "" if progress is None else step_digest(forest, plan, temperature, self.model)
             done = 0 if progress is None else progress.restore(digest, self.model, step.store)
             for number, visit in enumerate(plan.visits[done:], done + 1):
-                self._visit(step, visit, temperature, objective)
+                with self._together(f"visit {number} of {len(plan.visits)} ({visit.kind} of chunk {visit.chunk})"):
+                    self._visit(step, visit, temperature, objective)
                 if progress is not None and not step.graphs:
                     is_last = number == len(plan.visits)
                     progress.note(number, digest, self.model, step.store, is_last=is_last)
 
     @torch.no_grad()
     def score(self, forest: Forest, plan: Plan, temperature: float) -> Scores:
-        """The scores of all targets, by the same plan without gradients."""
+        """The scores of all targets, by the same plan without gradients; on every rank that shares the chunks.
+
+        Raises:
+            ConfigError, TrainingError: as ``train``.
+        """
+        self._check_shared(plan)
         if plan.mode is Mode.PACK:
             rows = predicting_states(self.model, forest, self._pack_attention, self._autocast)
             ids = self._ids(forest, slice(None))
@@ -147,7 +180,8 @@ class Executor:
         with self._step(forest, plan) as step:
             for visit in plan.visits:
                 if visit.kind in (VisitKind.CAPTURE, VisitKind.REPLAY):
-                    context, hidden = self._evaluate(step, visit.chunk, is_recorded=False)
+                    with self._together(f"the scoring of chunk {visit.chunk}"):
+                        context, hidden = self._evaluate(step, visit.chunk, is_recorded=False)
                     index, rows = self._rows(step, visit.chunk, context, hidden)
                     if len(index):
                         scored = target_scores(
@@ -156,6 +190,9 @@ class Executor:
                         logprobs[index.to(device)], entropy[index.to(device)] = scored
                 else:
                     step.store.release(visit.chunk)
+        if self._ranks is not None:
+            with self._together("the exchange of scores"):
+                logprobs, entropy = self._ranks.sum(torch.stack((logprobs, entropy)))
         return Scores(logprobs, entropy)
 
     def _train_packed(self, forest: Forest, plan: Plan, temperature: float, objective: Objective) -> None:
@@ -186,6 +223,7 @@ class Executor:
         """Push the gradient of a chunk's targets, and what was collected for its states, through the chunk."""
         graph = step.graphs.pop(index) if index in step.graphs else None
         context, hidden = graph or self._evaluate(step, index, is_recorded=True)
+        context.begin_backward()
         with context.active():
             targets, rows = self._rows(step, index, context, hidden)
             roots, slopes = [hidden], [torch.zeros_like(hidden)]  # also without targets: states wait for their gradient
@@ -213,7 +251,28 @@ class Executor:
     def _evaluate(self, step: _Step, index: int, *, is_recorded: bool) -> tuple[ChunkContext, Tensor]:
         """Send a chunk through the model. Its last hidden states are ``[1, T, hidden]``."""
         chunk = step.plan.chunks[index]
-        context = ChunkContext(
+        context = self._context(step, index, is_recorded=is_recorded)
+        first = chunk.first + context.start - chunk.start
+        ids = step.segment_of(chunk).token_ids[first : first + context.num_tokens]
+        input_ids = torch.from_numpy(ids).long().to(self.model.device)[None]
+        positions = torch.arange(context.start, context.start + context.num_tokens, device=self.model.device)[None]
+        recompute = (
+            self._layers.active(context) if is_recorded and step.plan.recompute_layers else contextlib.nullcontext()
+        )
+        with context.active(), recompute, self._random_as_before(context), self._autocast():
+            output = self.model.base_model(
+                input_ids=input_ids, position_ids=positions, past_key_values=context, use_cache=True
+            )
+        hidden = output.last_hidden_state
+        hidden = context.leave(self._num_layers, HIDDEN, hidden[:, -1:], hidden, only_at_end=True)
+        context.finish_forward()
+        if self._keeps_choices:
+            self.choices.update(context.choices)
+        return context, hidden
+
+    def _context(self, step: _Step, index: int, *, is_recorded: bool) -> ChunkContext:
+        make = ChunkContext if self._ranks is None else partial(ParallelContext, self._ranks)
+        return make(
             step.store,
             step.path(index),
             step.page(index),
@@ -223,24 +282,10 @@ class Executor:
             autocast=self._autocast,
             keep_attended=step.plan.keep_attended,
         )
-        ids = step.segment_of(chunk).token_ids[chunk.first : chunk.first + chunk.num_tokens]
-        input_ids = torch.from_numpy(ids).long().to(self.model.device)[None]
-        positions = torch.arange(chunk.start, chunk.start + chunk.num_tokens, device=self.model.device)[None]
-        recompute = (
-            self._layers.active(context) if is_recorded and step.plan.recompute_layers else contextlib.nullcontext()
-        )
-        with context.active(), recompute, self._random_as_before(context), self._autocast():
-            output = self.model.base_model(
-                input_ids=input_ids, position_ids=positions, past_key_values=context, use_cache=True
-            )
-        hidden = context.leave(self._num_layers, HIDDEN, output.last_hidden_state[:, -1:], output.last_hidden_state)
-        if self._keeps_choices:
-            self.choices.update(context.choices)
-        return context, hidden
 
     def _rows(self, step: _Step, index: int, context: ChunkContext, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The chunk's targets and the hidden states that predict them ``[m, hidden]``."""
-        targets, offsets = step.targets(step.plan.chunks[index])
+        targets, offsets = step.targets(step.part(index))
         if not len(targets) or offsets[0] >= 0:
             return targets, hidden[0][offsets.to(hidden.device)]
         boundary = context.read(self._num_layers, HIDDEN)
@@ -272,7 +317,7 @@ class Executor:
     @contextlib.contextmanager
     def _step(self, forest: Forest, plan: Plan) -> Iterator[_Step]:
         self.choices = {}
-        store = StateStore(self.model.device, self._budget)
+        store = StateStore(self.model.device, self._store_budget(plan))
         try:
             yield _Step(
                 forest,
@@ -280,9 +325,39 @@ class Executor:
                 store,
                 inner=frozenset(chunk.parent for chunk in plan.chunks if chunk.parent >= 0),
                 pushed=frozenset(visit.chunk for visit in plan.visits if visit.kind is VisitKind.BACKWARD),
+                ranks=self._ranks,
             )
         finally:
             store.close()
+
+    def _check_shared(self, plan: Plan, progress: Progress | None = None) -> None:
+        if self._ranks is None:
+            return
+        if plan.mode is Mode.PACK:
+            raise ConfigError("ranks cannot share a packed forest.", "Set trainer.tree.mode to walk.")
+        if progress is not None:
+            raise ConfigError(
+                "the progress of a step that ranks share cannot be saved.", "Do without it, or use a single rank."
+            )
+
+    @contextlib.contextmanager
+    def _together(self, task: str) -> Iterator[None]:
+        """What ranks do together: it is named if one of them is lost, and over when all has arrived."""
+        if self._ranks is None:
+            yield
+            return
+        self._ranks.task = task
+        yield
+        self._ranks.settle()
+
+    def _store_budget(self, plan: Plan) -> StoreBudget:
+        """What the plan leaves of the device for states; on a CPU that is the host."""
+        limit = plan.predicted.store_limit_bytes
+        if limit is None:
+            return self._budget
+        if self.model.device.type == "cpu":
+            return replace(self._budget, host_bytes=limit)
+        return replace(self._budget, device_bytes=limit)
 
     def _ids(self, forest: Forest, index: Tensor | slice) -> Tensor:
         return torch.from_numpy(forest.target_ids).long()[index].to(self.model.device)
