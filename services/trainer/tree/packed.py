@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -31,6 +32,8 @@ Attention = Literal["nodes", "flex"]
 
 _BLOCK_TOKENS = 128
 _MIN_WINDOW_QUERIES = 256
+_MAX_BLOCK_TOKENS = 256
+"""Small branches that hang together attend in blocks of about so many tokens: fewer calls for a few scores more."""
 _MAX_KERNELS = 256
 
 
@@ -51,6 +54,18 @@ class Piece:
     """Offsets in the tokens of ``TreeLayout.visible_path``; the last is that of the last query."""
     mask: Tensor | None
     """bool ``[queries, keys]``; None where queries and keys are the same tokens, plainly causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole subtrees below one segment, or one segment alone, that attend together."""
+
+    path: tuple[int, ...]
+    """The segments above, oldest first."""
+    rows: slice
+    """Row positions of the block."""
+    mask: Tensor | None
+    """bool ``[block, path + block]``; None for a single segment without a path, plainly causal."""
 
 
 class TreeLayout:
@@ -77,6 +92,9 @@ class TreeLayout:
         self._device = device
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
+        self._below: list[list[int]] = [[] for _ in range(len(self.sizes) + 1)]  # the last: of no segment, the roots
+        for index, segment in enumerate(forest.segments):
+            self._below[segment.parent].append(index)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -87,11 +105,53 @@ class TreeLayout:
     @functools.cached_property
     def ends(self) -> Tensor:
         """int64 ``[T]``: the row position behind the last token that may see the token."""
+        return torch.from_numpy(np.repeat(self._segment_ends(), self.sizes)).to(self._device)
+
+    def _segment_ends(self) -> NDArray[np.int64]:
+        """[segments] Row position behind the last token below each."""
         ends = self.first[1:].copy()
         for index in reversed(range(len(self.sizes))):
             for above in self._paths[index][-2:-1]:
                 ends[above] = max(ends[above], ends[index])
-        return torch.from_numpy(np.repeat(ends, self.sizes)).to(self._device)
+        return ends
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """All rows, in order, in blocks for attention without a window."""
+        return tuple(self._cover())
+
+    def _cover(self) -> Iterator[Block]:
+        """Depth first: siblings with all that is below them while they are small together; a larger one alone, before
+        what is below it."""
+        ends = [int(end) for end in self._segment_ends()]
+        pending: list[tuple[tuple[int, ...], list[int]]] = [((), self._below[-1])]
+        while pending:
+            path, siblings = pending.pop()
+            first = siblings[0]
+            last, more = first, siblings[1:]
+            if ends[first] - self.first[first] > _MAX_BLOCK_TOKENS:
+                yield self._block(path, int(self.first[first]), int(self.first[first + 1]), is_plain=True)
+                if more:
+                    pending.append((path, more))
+                if self._below[first]:
+                    pending.append(((*path, first), self._below[first]))
+                continue
+            while more and ends[more[0]] - self.first[first] <= _MAX_BLOCK_TOKENS:
+                last, more = more[0], more[1:]
+            is_plain = first == last and not self._below[first]
+            yield self._block(path, int(self.first[first]), ends[last], is_plain=is_plain)
+            if more:
+                pending.append((path, more))
+
+    def _block(self, path: tuple[int, ...], start: int, end: int, *, is_plain: bool) -> Block:
+        rows = slice(start, end)
+        num_before = sum(self.sizes[above] for above in path)
+        if is_plain:
+            return Block(path, rows, self._mask(end - start, num_before + end - start, None))
+        place = torch.arange(start, end, device=self._device)
+        own = (place[None, :] <= place[:, None]) & (place[:, None] < self.ends[rows][None, :])
+        before = own.new_ones(end - start, num_before)
+        return Block(path, rows, torch.cat([before, own], dim=1))
 
     def visible_path(self, index: int, window: int | None) -> tuple[int, ...]:
         """The segments that a segment sees, oldest first, itself last."""
@@ -262,6 +322,8 @@ def _attend_by_segments(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, tree: TreeLayout
 ) -> Tensor:
     queries, keys, values = (tensor.split(tree.sizes, dim=2) for tensor in (query, key, value))
+    if window is None:
+        return torch.cat([_attend_block(block, query, key, value, keys, values, scale) for block in tree.blocks], dim=2)
     outputs = []
     for index, own in enumerate(queries):
         path = tree.visible_path(index, window)
@@ -273,6 +335,22 @@ def _attend_by_segments(
             seen_keys, seen_values = path_keys[:, :, piece.keys], path_values[:, :, piece.keys]
             outputs.append(_attend(own[:, :, piece.queries], seen_keys, seen_values, scale, piece.mask))
     return torch.cat(outputs, dim=2)
+
+
+def _attend_block(
+    block: Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    scale: float | None,
+) -> Tensor:
+    own_keys, own_values = key[:, :, block.rows], value[:, :, block.rows]
+    if block.path:
+        own_keys = torch.cat([*(keys[above] for above in block.path), own_keys], dim=2)
+        own_values = torch.cat([*(values[above] for above in block.path), own_values], dim=2)
+    return _attend(query[:, :, block.rows], own_keys, own_values, scale, block.mask)
 
 
 def _attend_alone(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
