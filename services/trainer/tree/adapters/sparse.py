@@ -26,6 +26,9 @@ from services.trainer.tree.states import ChunkContext, OwnStates
 NAME = "tidegate_tree_sparse"
 """Hugging Face's name for the attention that serves chunks with chosen positions."""
 
+INDEX = "index"
+"""Part of the store that holds the index keys of each token ``[T, head]``."""
+
 NEAR_TIE = 1e-5
 """Scores nearer than this, relative to the largest chosen one, may change places when they are computed again."""
 
@@ -138,12 +141,12 @@ def choose_positions(
         if past_key_values is not None:
             keys = past_key_values.update_indexer(keys, layer)
         start = keys.shape[1] - hidden.shape[1]
-        pages = [(0, keys[0, :start]), (start, keys[0, start:])]
-        return _best(indexer, query, weights, pages, start).positions[None].int()
+        return _best(indexer, query, weights, [(0, keys[0])], start).positions[None].int()
     context = past_key_values
-    context.keep(layer, "index", keys[0])
-    best = _best(indexer, query, weights, context.kept(layer, "index"), context.start)
-    return settle(context, layer, best)[None].int()
+    context.keep(layer, INDEX, keys[0])
+    query, weights = context.gather(query), context.gather(weights)
+    best = _best(indexer, query, weights, context.kept(layer, INDEX), context.chunk_start)
+    return settle(context, layer, _of_all_ranks(context, best))[None].int()
 
 
 def _index_states(
@@ -161,18 +164,30 @@ def _index_states(
     return query[0], key.squeeze(2), weights[0] * indexer.n_heads**-0.5
 
 
-def _best(indexer: Any, query: Tensor, weights: Tensor, pages: Iterable[tuple[int, Tensor]], start: int) -> Candidates:
-    """The best positions for queries whose first stands at ``start``; the page there is the queries' own."""
-    best = Candidates(indexer.index_topk, len(query), query.device)
-    for first, keys in pages:
-        if len(keys) == 0:
-            continue
+def _best(
+    indexer: Any, query: Tensor, weights: Tensor, pages: Iterable[tuple[int, Tensor]], first_query: int
+) -> Candidates:
+    """The best positions on pages (position of the first key, keys) for queries that stand at ``first_query`` and
+    after it."""
+    best = Candidates(indexer.index_topk, len(query), like=weights)
+    for first_key, keys in pages:
         scores = _scores(query, weights, keys, indexer.softmax_scale)
-        if first == start:
-            future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            scores.masked_fill_(future, -torch.inf)
-        best.add(scores, first)
+        ahead = first_query - first_key
+        if ahead < len(keys) - 1:  # a query sees no key after its own
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(ahead + 1), -torch.inf)
+        best.add(scores, first_key)
     return best
+
+
+def _of_all_ranks(context: ChunkContext, best: Candidates) -> Candidates:
+    """From what this rank's keys are for the queries of all ranks to what all keys are for the queries of this one."""
+    scores, positions, refused = (context.exchange(part) for part in best.padded())
+    if len(scores) == 1:
+        return best
+    merged = Candidates(best.num_kept, len(scores[0]), like=best.scores)
+    for part in zip(scores, positions, refused, strict=True):
+        merged.merge(*part)
+    return merged
 
 
 def _scores(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -194,13 +209,14 @@ class Candidates:
     Equal scores: the lower positions stay. So the result depends on the scores alone, not on pages or on ranks.
     """
 
-    def __init__(self, num_kept: int, num_queries: int, device: torch.device) -> None:
+    def __init__(self, num_kept: int, num_queries: int, like: Tensor) -> None:
+        """``like``: any tensor of the type and on the device of the scores."""
         self.num_kept = num_kept
-        self.scores = torch.empty(num_queries, 0, device=device)
-        """float32 ``[T, <= num_kept]``, -inf for what a query must not see."""
-        self.refused = torch.full((num_queries,), -torch.inf, device=device)
-        """float32 ``[T]``: the best score that is not among them."""
-        self._positions = torch.empty(num_queries, 0, dtype=torch.int64, device=device)
+        self.scores = like.new_empty(num_queries, 0)
+        """``[T, <= num_kept]``, -inf for what a query must not see."""
+        self.refused = like.new_full((num_queries,), -torch.inf)
+        """``[T]``: the best score that is not among them."""
+        self._positions = like.new_empty(num_queries, 0, dtype=torch.int64)
 
     @property
     def positions(self) -> Tensor:
@@ -214,13 +230,21 @@ class Candidates:
         self._shrink()
 
     def merge(self, scores: Tensor, positions: Tensor, refused: Tensor) -> None:
-        """Take in another's candidates, its pages anywhere among these (context parallelism)."""
-        self._append(scores, positions)
+        """Take in what another one has, its pages anywhere among these (context parallelism)."""
+        self._append(scores, positions.long())
         known = self.positions
         order = known.where(known >= 0, torch.iinfo(known.dtype).max).argsort(dim=1)
         self.scores, self._positions = self.scores.gather(1, order), known.gather(1, order)
         self.refused = torch.maximum(self.refused, refused)
         self._shrink()
+
+    def padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``merge`` takes, as wide as there may be candidates: scores and positions ``[T, num_kept]``, refused
+        scores ``[T]``."""
+        missing = 0, self.num_kept - self.scores.shape[1]
+        pad = torch.nn.functional.pad
+        positions = self.positions.int()  # half of what int64 would send
+        return pad(self.scores, missing, value=-torch.inf), pad(positions, missing, value=-1), self.refused
 
     def _append(self, scores: Tensor, positions: Tensor) -> None:
         self.scores = torch.cat((self.scores, scores), dim=1)

@@ -132,7 +132,7 @@ def test_candidates_are_the_first_of_a_stable_sort(num_kept: int, num_values: in
     scores[torch.rand(9, 50, generator=generator) < 0.1] = -torch.inf
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     for seed in range(3):
-        best, first = Candidates(num_kept, 9, scores.device), 0
+        best, first = Candidates(num_kept, 9, like=scores), 0
         for size in cuts(50, seed):
             best.add(scores[:, first : first + size], first)
             first += size
@@ -148,15 +148,15 @@ def test_candidates_of_several_ranks_merge_to_those_of_one(num_values: int) -> N
     scores = torch.randint(0, num_values, (5, 48), generator=torch.Generator().manual_seed(1)).float()
     future = torch.ones(5, 48, dtype=torch.bool).triu(20)
     scores.masked_fill_(future, -torch.inf)
-    whole = Candidates(11, 5, scores.device)
+    whole = Candidates(11, 5, like=scores)
     whole.add(scores, 0)
-    ranks = [Candidates(11, 5, scores.device) for _ in range(3)]
+    ranks = [Candidates(11, 5, like=scores) for _ in range(3)]
     for page in range(6):
         ranks[page % 3].add(scores[:, 8 * page : 8 * page + 8], 8 * page)
     for order in ((0, 1, 2), (2, 0, 1)):
-        merged = Candidates(11, 5, scores.device)
+        merged = Candidates(11, 5, like=scores)
         for rank in order:
-            merged.merge(ranks[rank].scores, ranks[rank].positions, ranks[rank].refused)
+            merged.merge(*ranks[rank].padded())
         assert torch.equal(merged.positions, whole.positions)
         assert torch.equal(merged.refused, whole.refused)
 
@@ -288,6 +288,7 @@ def make_context(store: StateStore, num_tokens: int) -> ChunkContext:
 
 def candidates(scores: list[list[float]]) -> Candidates:
     """The two best of three positions."""
-    best = Candidates(2, len(scores), torch.device("cpu"))
-    best.add(torch.tensor(scores), 0)
+    values = torch.tensor(scores)
+    best = Candidates(2, len(scores), like=values)
+    best.add(values, 0)
     return best
