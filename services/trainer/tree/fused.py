@@ -273,4 +273,4 @@ def _sum_groups(grad: Tensor, num_heads: int) -> Tensor:
     if grad.shape[1] == num_heads:
         return grad
     groups = grad.reshape(1, num_heads, -1, *grad.shape[2:])
-    return groups.sum(dim=2, dtype=torch.float32).to(grad.dtype)
+    return groups.sum(dim=2, dtype=accumulation_dtype(grad.dtype)).to(grad.dtype)

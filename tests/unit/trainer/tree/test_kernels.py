@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -301,3 +302,87 @@ def test_tiles_cover_what_is_visible_and_no_more() -> None:
     assert [(tile.rows, tile.keys) for tile in tiles] == [(slice(0, 4), slice(5, 10)), (slice(8, 10), slice(29, 30))]
     assert sum(int(tile.visible.sum()) for tile in tiles if tile.visible is not None) == 3
     assert torch.equal(any_visible(mask, 1), mask.any(1))
+
+
+class FlashOnCpu:
+    """The operators of CUDA's FlashAttention, as strict as they are, computed by the CPU's kernel."""
+
+    def _scaled_dot_product_flash_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float
+    ) -> tuple[Tensor, ...]:
+        self.check(query, key, value)
+        assert (dropout, debug) == (0.0, False)
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = forward(query, key, value, 0.0, causal, scale=scale)
+        return out, lse.contiguous(), *[torch.empty(0)] * 7
+
+    def _scaled_dot_product_flash_attention_backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        query_lengths: None,
+        key_lengths: None,
+        max_queries: int,
+        max_keys: int,
+        dropout: float,
+        causal: bool,
+        seed: Tensor,
+        offset: Tensor,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.check(query, key, value)
+        assert query_lengths is key_lengths is None
+        assert (max_queries, max_keys, dropout) == (query.shape[2], key.shape[2], 0.0)
+        assert grad.shape == out.shape == query.shape
+        assert grad.dtype == out.dtype == query.dtype
+        assert lse.shape == query.shape[:3]
+        assert lse.is_contiguous()
+        assert (seed.shape, offset.shape) == ((2,), ())
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads: tuple[Tensor, Tensor, Tensor] = backward(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
+        return grads
+
+    def check(self, *tensors: Tensor) -> None:
+        assert len({tensor.shape[-1] for tensor in tensors}) == len({tensor.shape[1] for tensor in tensors}) == 1
+        assert all(tensor.shape[-1] % 8 == 0 and tensor.stride(-1) == 1 for tensor in tensors)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_aten", FlashOnCpu())
+    for way in ("forward", "backward"):
+
+        def call(*args: Any, way: str = way) -> Any:
+            *rest, mask, causal = args
+            assert mask is None
+            return getattr(fused, f"_flash_{way}")(*rest, causal)
+
+        monkeypatch.setattr(fused, f"fused_{way}", call)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("widths", [(8, 8), (12, 5), (5, 20)])
+def test_flash_attention_on_cuda_is_called_as_it_wants(heads: tuple[int, int], widths: tuple[int, int]) -> None:
+    attention = make_attention(torch.float64, 7, 20, heads=heads, widths=widths)
+    pages = split(20, 7, [5])
+    assert_same(by_pages(attention, pages), at_once(attention, pages), 1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_calls_of_flash_attention_fit_pytorchs_operators(causal: bool) -> None:
+    """On tensors without data, which go through the operators' real signatures."""
+    query, key, value, grad = (
+        torch.empty(1, heads, 6, width, dtype=torch.bfloat16, device="meta")
+        for heads, width in ((4, 12), (2, 12), (2, 20), (4, 20))
+    )
+    out, lse = fused._flash_forward(query, key, value, 0.3, causal)
+    assert (out.shape, out.dtype) == (grad.shape, torch.bfloat16)
+    assert lse.shape == (1, 4, 6)
+    grads = fused._flash_backward(grad, query, key, value, out.float(), lse, 0.3, causal)
+    assert [part.shape for part in grads] == [query.shape, key.shape, value.shape]
