@@ -44,6 +44,23 @@ class ChunkBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class PackBytes:
+    """Bytes of one forward and backward over a packed row, without the head."""
+
+    base: float = 0.0
+    per_token: float = 0.0
+    per_path_token: float = 0.0
+    """For each token of each segment's path, itself included, roots left out: what is gathered for its queries."""
+    per_pair: float = 0.0
+    """For each pair of a segment's token and a token of its path, roots left out: masks."""
+
+    def at(self, num_tokens: int, path_tokens: int, pairs: int) -> float:
+        """Never negative."""
+        by_path = path_tokens * self.per_path_token + pairs * self.per_pair
+        return max(0.0, self.base + num_tokens * self.per_token + by_path)
+
+
+@dataclass(frozen=True, slots=True)
 class PairCost:
     """Work of token mixing that grows with the number of positions that a token sees."""
 
@@ -109,8 +126,8 @@ class ModelCosts:
     """As ``graph``, with ``recompute_layers``: what stays on the device."""
     layer_backward: ChunkBytes = ChunkBytes()
     """As ``backward``, with ``recompute_layers``: one layer's graph is in it."""
-    pack: ChunkBytes = ChunkBytes()
-    """Most that one forward and backward over a packed row holds, without the head; its longest path is the page."""
+    pack: PackBytes = PackBytes()
+    """Most that one forward and backward over a packed row holds, without the head."""
     can_pack: bool = False
     """All token mixers are attention, so that the branches of one row can be kept apart."""
     row_bytes: float = 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.trainer.tree.costs import ModelCosts
+from services.trainer.tree.costs import ChunkBytes, ModelCosts
 from services.trainer.tree.forest import Forest
 from services.trainer.tree.visits import Chunk, PrefixGradient, Visit, VisitKind, detached_segments
 
@@ -54,14 +54,24 @@ class ChunkFacts:
     has_gradient: NDArray[np.bool_]
     state_bytes: Floats
     accumulation_bytes: Floats
+    """Of the gradients of its token states, which all that comes below adds to."""
+    boundary_accumulation_bytes: Floats
+    """Of those of its boundary states, which only the chunks right behind it add to."""
+    parents: NDArray[np.int64]
     path_bytes: Floats
     """States of the chunks before it that it reads."""
     path_accumulation_bytes: Floats
-    """Gradients of those."""
+    """Gradients of those, token states only."""
     forward_flops: Floats
     again_flops: Floats
     """Of a recomputation, which may be spared attention."""
     backward_flops: Floats
+
+    def bytes_of(self, cost: ChunkBytes) -> list[float]:
+        """What each chunk costs."""
+        shapes = list(zip(self.num_tokens.tolist(), self.page_tokens.tolist(), strict=True))
+        known = {shape: cost.at(*shape) for shape in set(shapes)}
+        return [known[shape] for shape in shapes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +111,8 @@ def chunk_facts(
     is_inner[parents[parents >= 0]] = True
     read = is_inner.astype(np.float64) * (num_tokens * costs.state_bytes_per_token + costs.boundary_bytes)
     attended = (is_inner & has_gradient & keep_attended) * (num_tokens * costs.attended_bytes_per_token)
-    per_token, per_boundary = costs.accumulation_bytes_per_token, costs.boundary_accumulation_bytes
-    gradients = (is_inner & has_gradient).astype(np.float64) * (num_tokens * per_token + per_boundary)
+    collects = (is_inner & has_gradient).astype(np.float64)
+    gradients = collects * (num_tokens * costs.accumulation_bytes_per_token)
     page = num_tokens.copy()
     path, path_gradients = np.zeros(num_chunks), np.zeros(num_chunks)
     for index, parent in enumerate(parents.tolist()):  # parents stand before their children
@@ -122,6 +132,8 @@ def chunk_facts(
         has_gradient=has_gradient,
         state_bytes=read + attended,
         accumulation_bytes=gradients,
+        boundary_accumulation_bytes=collects * costs.boundary_accumulation_bytes,
+        parents=parents,
         path_bytes=path,
         path_accumulation_bytes=path_gradients,
         forward_flops=forward,
@@ -158,13 +170,25 @@ class _Walk:
     """What is held, as the walk goes on."""
 
     def __init__(self, facts: ChunkFacts, costs: ModelCosts, way: Way) -> None:
-        self._facts = facts
         self._costs = costs
         self._way = way
-        self._graph = costs.layer_graph if way.recompute_layers else costs.graph
-        self._backward = costs.layer_backward if way.recompute_layers else costs.backward
+        self._sizes: list[int] = facts.num_tokens.tolist()
+        self._targets: list[int] = facts.num_targets.tolist()
+        self._parents: list[int] = facts.parents.tolist()
+        self._states: list[float] = facts.state_bytes.tolist()
+        self._gradients: list[float] = facts.accumulation_bytes.tolist()
+        self._boundary_gradients: list[float] = facts.boundary_accumulation_bytes.tolist()
+        self._paths: list[float] = facts.path_bytes.tolist()
+        self._path_gradients: list[float] = facts.path_accumulation_bytes.tolist()
+        self._forward: list[float] = facts.forward_flops.tolist()
+        self._again: list[float] = facts.again_flops.tolist()
+        self._pushed: list[float] = facts.backward_flops.tolist()
+        self._capture_bytes = facts.bytes_of(costs.capture)
+        self._graph_bytes = facts.bytes_of(costs.layer_graph if way.recompute_layers else costs.graph)
+        self._backward_bytes = facts.bytes_of(costs.layer_backward if way.recompute_layers else costs.backward)
         self._input_bytes = costs.layer_input_bytes_per_token if way.recompute_layers else 0.0
         self._collected_bytes = 0.0
+        self._boundaries: dict[int, float] = {}  # collected gradients of boundary states, by chunk
         self._kept: set[int] = set()
         self.stored_bytes = 0.0
         self.graph_bytes = 0.0
@@ -183,45 +207,43 @@ class _Walk:
         """Free what a visit frees."""
         chunk = visit.chunk
         if visit.kind is not VisitKind.CAPTURE:
-            self.stored_bytes -= float(self._facts.state_bytes[chunk])
+            self.stored_bytes -= self._states[chunk]
         if visit.kind in (VisitKind.REPLAY, VisitKind.BACKWARD):
-            self.stored_bytes -= self._input_bytes * int(self._facts.num_tokens[chunk])
-            self.stored_bytes -= float(self._facts.accumulation_bytes[chunk])
-            self._collected_bytes -= float(self._facts.accumulation_bytes[chunk])
+            self.stored_bytes -= self._input_bytes * self._sizes[chunk]
+            self.stored_bytes -= self._gradients[chunk]
+            self._collected_bytes -= self._gradients[chunk]
+            self.stored_bytes -= self._boundaries.pop(chunk, 0.0)
 
     def _capture(self, visit: Visit) -> _Entry:
-        facts, chunk = self._facts, visit.chunk
-        size, page = int(facts.num_tokens[chunk]), int(facts.page_tokens[chunk])
-        transient = self._costs.capture.at(size, page)
-        self.stored_bytes += float(facts.state_bytes[chunk])
+        chunk = visit.chunk
+        transient = self._capture_bytes[chunk]
+        self.stored_bytes += self._states[chunk]
         if visit.keep_graph:
-            graph = self._graph.at(size, page)
             self._kept.add(chunk)
-            self.graph_bytes += graph
-            self.stored_bytes += self._input_bytes * size
-            transient = max(0.0, transient - graph)
-        forward = float(facts.forward_flops[chunk])
+            self.graph_bytes += self._graph_bytes[chunk]
+            self.stored_bytes += self._input_bytes * self._sizes[chunk]
+            transient = max(0.0, transient - self._graph_bytes[chunk])
         return _Entry(
-            transient, forward, evaluated_tokens=size, passed_bytes=float(facts.path_bytes[chunk]), num_passes=1
+            transient_bytes=transient,
+            first_flops=self._forward[chunk],
+            evaluated_tokens=self._sizes[chunk],
+            passed_bytes=self._paths[chunk],
+            num_passes=1,
         )
 
     def _push(self, visit: Visit) -> _Entry:
-        facts, costs, chunk = self._facts, self._costs, visit.chunk
-        size, page, num_targets = (int(a[chunk]) for a in (facts.num_tokens, facts.page_tokens, facts.num_targets))
-        graph = self._graph.at(size, page)
+        costs, chunk = self._costs, visit.chunk
+        graph, num_targets, size = self._graph_bytes[chunk], self._targets[chunk], self._sizes[chunk]
         is_first, was_kept = visit.kind is VisitKind.REPLAY, chunk in self._kept
         if was_kept:
             self._kept.remove(chunk)
             self.graph_bytes -= graph
         else:
             self.stored_bytes += self._input_bytes * size
-        path_gradients = float(facts.path_accumulation_bytes[chunk])
-        grown = max(0.0, path_gradients + float(facts.accumulation_bytes[chunk]) - self._collected_bytes)
-        self._collected_bytes += grown
-        self.stored_bytes += grown
+        grown = self._collect(chunk)
         head = costs.head_bytes(min(num_targets, self._way.head_rows))
-        extra = num_targets * costs.row_bytes + max(self._backward.at(size, page), head)
-        forward, again = float(facts.forward_flops[chunk]), float(facts.again_flops[chunk])
+        extra = num_targets * costs.row_bytes + max(self._backward_bytes[chunk], head)
+        forward, again = self._forward[chunk], self._again[chunk]
         head_flops = num_targets * costs.head_flops_per_target
         num_again = self._way.recompute_layers + (not is_first and not was_kept)
         num_walks = is_first + 1 + (0 if self._way.keep_attended and not is_first else num_again)
@@ -229,11 +251,22 @@ class _Walk:
             transient_bytes=max(graph + extra - grown, extra),  # the graph shrinks while the path's gradients are made
             first_flops=head_flops + (forward if is_first else 0.0),
             again_flops=num_again * (forward if is_first else again),
-            backward_flops=float(facts.backward_flops[chunk]) + costs.backward_over_forward * head_flops,
+            backward_flops=self._pushed[chunk] + costs.backward_over_forward * head_flops,
             evaluated_tokens=0 if was_kept else size,
-            passed_bytes=num_walks * float(facts.path_bytes[chunk]) + 2 * path_gradients,
+            passed_bytes=num_walks * self._paths[chunk] + 2 * self._path_gradients[chunk],
             num_passes=is_first + num_again + 2,
         )
+
+    def _collect(self, chunk: int) -> float:
+        """Bytes of gradients that a chunk's backward makes room for, on its path."""
+        parent = self._parents[chunk]
+        grown = max(0.0, self._path_gradients[chunk] + self._gradients[chunk] - self._collected_bytes)
+        self._collected_bytes += grown
+        if parent >= 0 and parent not in self._boundaries:
+            self._boundaries[parent] = self._boundary_gradients[parent]
+            grown += self._boundaries[parent]
+        self.stored_bytes += grown
+        return grown
 
 
 def make_ledger(facts: ChunkFacts, costs: ModelCosts, visits: Sequence[Visit], way: Way) -> Ledger:

@@ -3,6 +3,7 @@ all ranks that hold the same forest and the same costs execute the same plan."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -144,8 +145,10 @@ def _pack(forest: Forest, costs: ModelCosts, budget: Budget, options: PlanOption
         raise ConfigError(f"mode pack does not serve {what}.", "Set the mode to walk or auto.")
     longest = max((segment.num_tokens for segment in forest.segments), default=1)
     chunks = cut_chunks(forest, longest)
-    rows = _head_rows(costs, budget, options, costs.pack.at(forest.num_tokens, forest.longest_path))
-    peak = costs.constant_bytes + costs.pack.at(forest.num_tokens, forest.longest_path)
+    branches = [(c.num_tokens, c.start + c.num_tokens) for c in chunks if c.parent >= 0]
+    packed = costs.pack.at(forest.num_tokens, sum(path for _, path in branches), sum(n * path for n, path in branches))
+    rows = _head_rows(costs, budget, options, packed)
+    peak = costs.constant_bytes + packed
     peak += costs.head_bytes(min(rows, forest.num_targets)) + forest.num_targets * costs.row_bytes
     forward = sum(costs.forward_flops(chunk.start, chunk.num_tokens) for chunk in chunks)
     backward = sum(costs.backward_flops(chunk.start, chunk.num_tokens) for chunk in chunks)
@@ -179,15 +182,22 @@ def _walks(forest: Forest, costs: ModelCosts, budget: Budget, options: PlanOptio
     sizes = _chunk_sizes(forest, options)
     keeps_attended = (False, True) if costs.attended_bytes_per_token else (False,)
     for recompute_layers in (False, True):
+        is_resident = False
         for keep_attended in keeps_attended:
+            least_s = math.inf
             for size in sizes:
                 backward = costs.layer_backward if recompute_layers else costs.backward
                 rows = _head_rows(costs, budget, options, backward.at(size, size))
                 way = Way(recompute_layers, keep_attended, rows)
                 plan = _walk(forest, costs, budget, options, size, way)
                 yield plan
-                if _fits(plan, budget) and plan.predicted.store_limit_bytes is None:
-                    break  # smaller chunks would only pass over the path more often
+                if _fits(plan, budget):
+                    is_resident |= plan.predicted.store_limit_bytes is None
+                    if is_resident or plan.predicted.seconds > least_s:
+                        break  # smaller chunks would only pass over the path more often
+                    least_s = plan.predicted.seconds
+        if is_resident:
+            return  # layers one at a time would only add work
 
 
 def _chunk_sizes(forest: Forest, options: PlanOptions) -> list[int]:
@@ -240,12 +250,13 @@ def _kept_chunks(
         return frozenset(pushed)
     captured = {visit.chunk: at for at, visit in enumerate(ledger.visits) if visit.kind is VisitKind.CAPTURE}
     room = _room(ledger, costs, budget, way)
+    graphs = facts.bytes_of(costs.layer_graph if way.recompute_layers else costs.graph)
+    inputs = costs.layer_input_bytes_per_token if way.recompute_layers else 0.0
+    if not pushed or float(room.max()) < min(graphs[chunk] for chunk in pushed):
+        return frozenset()
     kept: set[int] = set()
     for chunk in sorted(pushed, key=lambda chunk: (pushed[chunk] - captured[chunk], -chunk)):
-        size, page = int(facts.num_tokens[chunk]), int(facts.page_tokens[chunk])
-        graph = (costs.layer_graph if way.recompute_layers else costs.graph).at(size, page)
-        if way.recompute_layers:
-            graph += costs.layer_input_bytes_per_token * size
+        graph = graphs[chunk] + inputs * int(facts.num_tokens[chunk])
         during = slice(captured[chunk], pushed[chunk])  # its backward holds it anyway
         if float(room[during].min()) >= graph:
             room[during] -= graph
