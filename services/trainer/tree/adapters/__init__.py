@@ -41,9 +41,11 @@ def adapters() -> tuple[Adapter, ...]:
     """All of them."""
     from services.trainer.tree.adapters.attention import FullAttention
     from services.trainer.tree.adapters.linear import HybridLinear
+    from services.trainer.tree.adapters.mla import LatentAttention
     from services.trainer.tree.adapters.moe import MixtureOfExperts
+    from services.trainer.tree.adapters.sparse import SparseAttention
 
-    return (FullAttention(), MixtureOfExperts(), HybridLinear())
+    return FullAttention(), MixtureOfExperts(), HybridLinear(), LatentAttention(), SparseAttention()
 
 
 def adapter_for(config: Any) -> Adapter:
