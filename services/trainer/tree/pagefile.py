@@ -59,8 +59,8 @@ class PageFile:
         end = self._extents.end
         extent = self._extents.allocate(num_bytes)
         if self._extents.end > end:
-            try:  # a full disk is found here, not while a record is being changed
-                os.posix_fallocate(self._file.fileno(), end, self._extents.end - end)
+            try:
+                self._grow(end)
             except OSError as error:
                 self._extents.free(extent)
                 raise _explained(error, self._folder, num_bytes) from error
@@ -120,6 +120,15 @@ class PageFile:
     def close(self) -> None:
         """The bytes go back to the disk."""
         self._file.close()
+
+    def _grow(self, end: int) -> None:
+        """Takes the disk's space at once, so that a full disk is found here and not while a record is being changed."""
+        try:
+            os.posix_fallocate(self._file.fileno(), end, self._extents.end - end)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            self._file.truncate(self._extents.end)  # a file system that cannot
 
     def _zero(self, offset: int, num_bytes: int) -> None:
         zeros = memoryview(bytes(min(PIECE_BYTES, num_bytes)))

@@ -590,6 +590,17 @@ def test_records_are_changed_piece_by_piece(file: pagefile.PageFile) -> None:
     assert torch.equal(into.view(torch.float32), expected)
 
 
+def test_a_file_system_that_reserves_nothing_serves_too(
+    file: pagefile.PageFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", fail(errno.EOPNOTSUPP))
+    extent = file.allocate(256)
+    file.write(extent, torch.ones(200, dtype=torch.uint8))
+    into = torch.empty(256, dtype=torch.uint8)
+    file.read(extent, into)
+    assert int(into.sum()) == 200
+
+
 def test_short_reads_and_writes_go_on(file: pagefile.PageFile, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
