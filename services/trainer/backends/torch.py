@@ -45,7 +45,11 @@ class TorchBackend:
         self._executor = Executor(
             self.model,
             adapter,
-            budget=StoreBudget(host_bytes=None if device.type == "cpu" else tree.host_bytes, folder=tree.page_dir),
+            budget=StoreBudget(
+                host_bytes=None if device.type == "cpu" else tree.host_bytes,
+                folder=tree.page_dir,
+                disk_bytes=tree.page_bytes,
+            ),
             autocast=self._autocast,
             pack_attention=choose_attention(tree.pack_attention, device),
             group=dist.group.WORLD if is_shared else None,
@@ -56,7 +60,7 @@ class TorchBackend:
         self._options = tree.options(alignment_tokens=1 if adapter.is_attention_only else _BLOCK_TOKENS)
         if is_shared:
             self._options = replace(self._options, mode=ModeChoice.WALK)
-        self._budget = Budget(tree.memory_bytes, tree.host_bytes, tree.page_bytes)
+        self._budget = Budget(tree.memory_bytes, tree.host_bytes, 0 if tree.page_dir is None else tree.page_bytes)
         self._trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         optimizer = config.optimizer
         self._optimizer = torch.optim.AdamW(

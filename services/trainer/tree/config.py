@@ -31,8 +31,8 @@ class TreeConfig(BaseModel):
     """Memory of the host for states that do not fit the device. On a CPU there is only ``memory_bytes``."""
     page_dir: Path | None = None
     """Folder on a fast local disk for states that fit neither; none: they may not."""
-    page_bytes: int = Field(default=0, ge=0)
-    """Most bytes of page files."""
+    page_bytes: int | None = Field(default=None, ge=1)
+    """Most bytes of the page file; none: as many as the disk has."""
     min_chunk_tokens: int = Field(default=64, ge=1)
     max_chunk_tokens: int = Field(default=8192, ge=1)
     """Chunks are as large as memory allows between these."""
@@ -52,8 +52,8 @@ class TreeConfig(BaseModel):
             raise ValueError("expert_parallel shares experts among ranks that share chunks: set context_parallel too")
         if self.context_parallel and self.mode is ModeChoice.PACK:
             raise ValueError("ranks share the chunks of a walk, not a packed pass: leave mode at auto")
-        if self.page_bytes and self.page_dir is None:
-            raise ValueError("page_bytes are those of files in page_dir: set page_dir too")
+        if self.page_bytes is not None and self.page_dir is None:
+            raise ValueError("page_bytes are those of the file in page_dir: set page_dir too")
         if self.min_chunk_tokens > self.max_chunk_tokens:
             raise ValueError("min_chunk_tokens is above max_chunk_tokens")
         return self
