@@ -95,6 +95,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
     check_wandb(config.output.wandb_project)
     if not cluster_address(config.ray):  # in a cluster others listen, and actors lie on any node
         check_store(config.trajectory.store)
+        check_page_dir(config.trainer.tree.page_dir)
         check_port(config.proxy.host, config.proxy.port, "proxy.host", "proxy.port")
         check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_host", "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
@@ -140,7 +141,7 @@ def _model_path(name: str, base: Path) -> str:
     return str(base / name) if (base / name).is_dir() else name
 
 
-def _from(base: Path, path: str) -> Path:
+def _from(base: Path, path: str | Path) -> Path:
     """A path of the configuration, absolute: ``~`` is the home folder, a relative one starts at ``base``."""
     try:
         return (base / Path(path).expanduser()).resolve()
@@ -161,8 +162,17 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"{latest} is not a link to the newest job.", "Move it away, or set output.dir elsewhere.")
 
 
+def check_page_dir(folder: Path | None) -> None:
+    """Raise ``ConfigError`` unless page files can be made in a folder."""
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(
+            f"trainer.tree.page_dir: {folder} is no folder that can be written.",
+            "Make it on a fast local disk, or leave page_dir out.",
+        )
+
+
 def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
-    """Paths of harness, scorer and proxy are relative to the configuration file; their processes run elsewhere."""
+    """Paths of harness, scorer, proxy and trainer are relative to the configuration file; their processes run elsewhere."""
     harness = config.rollout.harness
     absolute = harness.model_copy(
         update={
@@ -176,7 +186,12 @@ def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
         scoring = scoring.model_copy(update={"python_path": folders})
     rollout = config.rollout.model_copy(update={"harness": absolute, "scoring": scoring})
     files = {name: str(_from(base, path)) for name in ("tls_cert", "tls_key") if (path := getattr(config.proxy, name))}
-    return config.model_copy(update={"rollout": rollout, "proxy": config.proxy.model_copy(update=files)})
+    trainer = config.trainer
+    if trainer.tree.page_dir is not None:
+        tree = trainer.tree.model_copy(update={"page_dir": _from(base, trainer.tree.page_dir)})
+        trainer = trainer.model_copy(update={"tree": tree})
+    proxy = config.proxy.model_copy(update=files)
+    return config.model_copy(update={"rollout": rollout, "proxy": proxy, "trainer": trainer})
 
 
 def _with_own_store(config: JobConfig, job_id: JobId) -> JobConfig:

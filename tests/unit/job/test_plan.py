@@ -13,7 +13,7 @@ from services.common.errors import ConfigError
 from services.common.ids import JobId
 from services.job.commit import Commit, read_commit, write_commit
 from services.job.config import JobConfig
-from services.job.plan import _commit_of, _from, _with_own_store, check_output, checkpoints_of
+from services.job.plan import _commit_of, _from, _with_own_store, check_output, check_page_dir, checkpoints_of
 from services.scheduler.types import Counters, ReadyGroup, ResumeState
 from services.trajectory.types import GroupResult, GroupSpec
 
@@ -109,3 +109,10 @@ def test_keys_of_the_default_scorer_need_no_kind() -> None:
     assert (config.rollout.scoring.kind, config.rollout.scoring.timeout_s) == ("harbor", 5)
     with pytest.raises(ValueError, match="path"):
         make_config(rollout={"scoring": {"path": "vowels:score"}})
+
+
+def test_page_files_need_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    check_page_dir(None)
+    check_page_dir(tmp_path)
+    with pytest.raises(ConfigError, match=r"page_dir.*nowhere"):
+        check_page_dir(tmp_path / "nowhere")
