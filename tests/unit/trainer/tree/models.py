@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from tests.unit.trainer.forests import VOCAB_SIZE
@@ -154,25 +155,47 @@ class Unrounded(TorchFunctionMode):
     """While it is active float64 models are float64 throughout: where Hugging Face's norms, routers, rotary embeddings
     and recurrences round to float32, and where an adapter does it as they do, the numbers stay as they are."""
 
+    def __init__(self, within: str = "") -> None:
+        """``within``: only in functions whose name, with that of their class, contains it."""
+        super().__init__()
+        self._within = within
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64 and _caller().startswith(_ROUNDING):
+        if func in (torch.autograd.backward, Tensor.backward):
+            return self._backward(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64 and self._is_kept(*_caller()):
             if func is Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
+    def _is_kept(self, module: str, function: str) -> bool:
+        return module.startswith(_ROUNDING) and self._within.lower() in function.replace("_", "").lower()
+
+    def _backward(self, roots: Any, gradients: Any = None, **kwargs: Any) -> None:
+        """A mode is off while it handles a call, but this call evaluates things again. So it goes past the mode."""
+        gradients = kwargs.pop("grad_tensors", kwargs.pop("gradient", gradients))
+        assert not any(kwargs.values()), "a plain backward"
+        roots = (roots,) if isinstance(roots, Tensor) else tuple(roots)
+        gradients = (gradients,) * len(roots) if gradients is None or isinstance(gradients, Tensor) else gradients
+        ones = tuple(torch.ones_like(r) if g is None else g for r, g in zip(roots, gradients, strict=True))
+        with self:
+            _engine_run_backward(roots, ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
 
 _ROUNDING = ("transformers.models.", "services.trainer.tree.adapters.")
 
 
-def _caller() -> str:
-    """The module that calls PyTorch."""
+def _caller() -> tuple[str, str]:
+    """Module and name of the function that calls PyTorch, through other modes or not."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").startswith("torch.") or frame.f_code.co_name == "__torch_function__"
+    ):
         frame = frame.f_back
-    return "" if frame is None else frame.f_globals.get("__name__", "")
+    return ("", "") if frame is None else (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
 
 
 @torch.no_grad()

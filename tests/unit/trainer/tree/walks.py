@@ -62,7 +62,7 @@ class Outcome:
 
     loss: float
     gradients: dict[str, Tensor]
-    scores: Scores
+    scores: Scores | None
     """Of ``Executor.score``, by the forest's order of targets."""
     logprobs: Tensor
     """Those that the objective was given, in the same order."""
@@ -77,19 +77,23 @@ def make_executor(model: Any, budget: StoreBudget | None = None) -> Executor:
     return Executor(model, adapter_for(model.config), budget=budget or StoreBudget(), keep_choices=True)
 
 
-def train(executor: Executor, batch: Batch, way: Way | None = None, *, with_scores: bool = False) -> Outcome:
-    """Loss and gradients of a batch by the executor; the model's gradients are left cleared."""
+def train(
+    executor: Executor, batch: Batch, way: Way | None = None, *, with_scores: bool = False, clear: bool = True
+) -> Outcome:
+    """Loss and gradients of a batch by the executor; ``clear``: the model's gradients are cleared before and after."""
     way = way or Way()
     model = executor.model
     forest = make_forest(batch.nodes)
     plan = way.plan(forest)
-    model.zero_grad(set_to_none=True)
-    scores = executor.score(forest, plan, way.temperature) if with_scores else Scores(torch.empty(0), torch.empty(0))
+    if clear:
+        model.zero_grad(set_to_none=True)
+    scores = executor.score(forest, plan, way.temperature) if with_scores else None
     objective = Objective(forest, batch, way.loss)
     with _selections(model) as seen:
         executor.train(forest, plan, way.temperature, objective)
     gradients = gradients_of(model)
-    model.zero_grad(set_to_none=True)
+    if clear:
+        model.zero_grad(set_to_none=True)
     return Outcome(
         objective.loss,
         gradients,
