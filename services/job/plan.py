@@ -172,7 +172,7 @@ def check_page_dir(folder: Path | None) -> None:
 
 
 def _with_absolute_paths(config: JobConfig, base: Path) -> JobConfig:
-    """Paths of harness, scorer, proxy and trainer are relative to the configuration file; their processes run elsewhere."""
+    """Paths of the services are relative to the configuration file; their processes run elsewhere."""
     harness = config.rollout.harness
     absolute = harness.model_copy(
         update={
