@@ -91,7 +91,7 @@ class AttendCall:
     expand: Expand | None
     window: int | None
     selected: Tensor | None
-    """int64 ``[T, k]``: the positions that each query sees, -1 where fewer."""
+    """Integers ``[T, k]``: the positions that each query sees, -1 where fewer."""
     autocast: Autocast
     keeps_attended: bool
 
@@ -235,4 +235,4 @@ def _chosen_in(selected: Tensor, start: int, num_keys: int) -> Tensor:
     local = selected - start
     local = local.where((local >= 0) & (local < num_keys), num_keys)
     mask = torch.zeros(len(selected), num_keys + 1, dtype=torch.bool, device=selected.device)
-    return mask.scatter_(1, local, True)[:, :num_keys]
+    return mask.scatter_(1, local.long(), True)[:, :num_keys]

@@ -82,7 +82,7 @@ class ParallelContext(ChunkContext):
             scale=scale,
             expand=expand,
             window=window,
-            selected=None if selected is None else self.gather(selected),
+            selected=None if selected is None else selected[: self._chunk.num_tokens],
             autocast=self._autocast,
             keeps_attended=self._keep_attended and self._is_inner and self._chunk.has_gradient,
             ranks=self.ranks,
@@ -181,7 +181,7 @@ class SharedAttendCall(AttendCall):
     """Of all ranks."""
 
     def attend(self, query: Tensor, own: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        out, lse = AttendCall.attend(self, self._of_all(query), own)
+        out, lse = AttendCall.attend(self._of_all_queries(), self._of_all(query), own)
         merge = Merge()
         for part in self.ranks.exchange(torch.cat((out, lse.unsqueeze(-1)), -1), self.num_queries, dim=2):
             merge.add(part[..., :-1], part[..., -1])
@@ -193,11 +193,17 @@ class SharedAttendCall(AttendCall):
         widths = query.shape[-1], out.shape[-1], out.shape[-1]
         rows = self._of_all(torch.cat((query, out, grad.to(out.dtype)), -1))
         query, out, grad = rows.split(widths, -1)
-        of_query, of_own = AttendCall.backward(self, grad, query, out, self._of_all(lse), own)
+        of_query, of_own = AttendCall.backward(self._of_all_queries(), grad, query, out, self._of_all(lse), own)
         return self.ranks.total(of_query, self.num_queries, dim=2), of_own
 
     def _of_all(self, tensor: Tensor) -> Tensor:
         return self.ranks.gather(tensor, self.num_queries, dim=2)
+
+    def _of_all_queries(self) -> AttendCall:
+        """With the positions that all queries see: too much to be held from the forward to the backward."""
+        if self.selected is None:
+            return self
+        return replace(self, selected=self.ranks.gather(self.selected, self.num_queries))
 
 
 class _PassOn(torch.autograd.Function):
