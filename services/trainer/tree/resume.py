@@ -28,8 +28,6 @@ from services.trainer.tree.store import StateStore
 
 _SAVED_FOLDER = re.compile(r"visit-(\d{8})")
 _STATES, _PROGRESS, _META = "states", "progress.pt", "meta.json"
-_SHARE_OF_TIME = 20
-"""Saving takes at most one part in so many of the time."""
 _DIGEST_ELEMENTS = 4096
 """Elements of each parameter that tell one model from another."""
 
@@ -41,6 +39,8 @@ class Progress:
     folder: Path
     every_s: float = 300.0
     """Least time between two saves, which are made between visits."""
+    max_share: float = 0.05
+    """Saving takes at most about this share of the time."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """What the step's objective adds up or notes, in place: saved with the rest, and restored in place."""
     resumed_visits: int = 0
@@ -81,7 +81,7 @@ class Progress:
             return
         self._save(num_visits, digest, model, store)
         done_s = time.monotonic()
-        self._save_at_s = done_s + max(self.every_s, _SHARE_OF_TIME * (done_s - now_s))
+        self._save_at_s = done_s + max(self.every_s, (done_s - now_s) / self.max_share)
 
     def clear(self) -> None:
         """Forget the step: to be called when its gradients have been used."""
