@@ -22,15 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.trainer.tree.attend import (
-    TOKEN_STATES,
-    Attend,
-    AttendCall,
-    Expand,
-    Page,
-    Piece,
-    pieces_of_path,
-)
+from services.trainer.tree.attend import AttendCall, Expand, Page, Piece, pieces_of_path
 from services.trainer.tree.kernels import Merge
 from services.trainer.tree.ranks import Ranks
 from services.trainer.tree.states import ChunkContext
@@ -40,12 +32,15 @@ from services.trainer.tree.store import StateKey, StateStore
 class ParallelContext(ChunkContext):
     """One rank's evaluation of its part of a chunk."""
 
+    _is_shared = True  # so the backward comes to every exchange on every rank, whatever has a gradient on this one
+
     def __init__(self, ranks: Ranks, store: StateStore, path: Sequence[Page], chunk: Page, **kwargs: Any) -> None:
         """``path`` and ``chunk`` as they are for all ranks together; the rest as for ``ChunkContext``."""
         super().__init__(store, [_part(page, ranks) for page in path], _part(chunk, ranks), **kwargs)
         self.ranks = ranks
         self.chunk_start = chunk.start
         self._whole = chunk
+        self._make_call = functools.partial(SharedAttendCall, ranks=ranks, num_queries=chunk.num_tokens)
         self._last_rank = min(chunk.num_tokens, ranks.size) - 1
         """That has tokens."""
         self._ends: dict[StateKey, Tensor | None] = {}
@@ -69,39 +64,24 @@ class ParallelContext(ChunkContext):
         window: int | None = None,
         selected: Tensor | None = None,
     ) -> Tensor:
-        key = StateKey(self._chunk.chunk, layer, TOKEN_STATES)
-        if self._is_inner and not self._is_idle and not self._store.has(key):
-            self._store.put(key, tuple(state.detach() for state in own), needs_gradient=self._chunk.has_gradient)
-        pieces = pieces_of_path(self._path, self._whole.start, self._whole.num_tokens, window)
-        call = SharedAttendCall(
-            store=self._store,
-            layer=layer,
-            own_key=key,
-            pieces=(*pieces, *self._own_pieces(window)),
-            first_query=self._whole.start,
-            scale=scale,
-            expand=expand,
-            window=window,
-            selected=None if selected is None else selected[: self._chunk.num_tokens],
-            autocast=self._autocast,
-            keeps_attended=self._keep_attended and self._is_inner and self._chunk.has_gradient,
-            ranks=self.ranks,
-            num_queries=self._whole.num_tokens,
-        )
-        # with the anchor the backward comes to every exchange on every rank, whatever has a gradient on this one
-        out: Tensor = Attend.apply(call, self.anchor, query[:, :, : self._chunk.num_tokens], *own)
-        return functional.pad(out, (0, 0, 0, 1)) if self._is_idle else out
+        if not self._is_idle:
+            return super().attend(layer, query, own, scale=scale, expand=expand, window=window, selected=selected)
+        query, selected = query[:, :, :0], None if selected is None else selected[:0]
+        out = super().attend(layer, query, own, scale=scale, expand=expand, window=window, selected=selected)
+        return functional.pad(out, (0, 0, 0, 1))
 
-    def _own_pieces(self, window: int | None) -> list[Piece]:
-        """This rank's keys of the chunk: its own queries see them causally, those of later ranks see all of them."""
+    def _pieces(self, window: int | None) -> tuple[Piece, ...]:
+        num_queries = self._whole.num_tokens
+        path = pieces_of_path(self._path, self.chunk_start, num_queries, window)
         if self._is_idle:
-            return [Piece(None, self.start, 1, slice(0, 1), is_hidden=True)]
+            return *path, Piece(None, self.start, 1, slice(0, 1), is_hidden=True)
         num_keys = self._chunk.num_tokens
-        first = self._chunk.start - self._whole.start
-        pieces = [Piece(None, self.start, num_keys, slice(first, first + num_keys), causal=True)]
-        if first + num_keys < self._whole.num_tokens and (window is None or window > 1):
-            pieces.append(Piece(None, self.start, num_keys, slice(first + num_keys, self._whole.num_tokens)))
-        return pieces
+        first = self.start - self.chunk_start
+        end = first + num_keys
+        own = [Piece(None, self.start, num_keys, slice(first, end), causal=True)]
+        if end < num_queries and (window is None or window > 1):  # the queries of later ranks see all of these keys
+            own.append(Piece(None, self.start, num_keys, slice(end, num_queries)))
+        return *path, *own
 
     # -- states at the boundaries of chunks and of parts --------------------------------------------------------------
 

@@ -89,17 +89,14 @@ class ChunkContext:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, own = query.to(dtype), tuple(state.to(dtype) for state in own)
         key = StateKey(self._chunk.chunk, layer, TOKEN_STATES)
-        if self._is_inner and not self._store.has(key):
+        if self._is_inner and self._chunk.num_tokens and not self._store.has(key):
             self._store.put(key, tuple(state.detach() for state in own), needs_gradient=self._chunk.has_gradient)
-        num_tokens = query.shape[2]
-        pieces = pieces_of_path(self._path, self.start, num_tokens, window)
-        pieces.append(Piece(None, self.start, num_tokens, slice(0, num_tokens), causal=True))
-        call = AttendCall(
+        call = self._make_call(
             store=self._store,
             layer=layer,
             own_key=key,
-            pieces=tuple(pieces),
-            first_query=self.start,
+            pieces=self._pieces(window),
+            first_query=self.chunk_start,
             scale=scale,
             expand=expand,
             window=window,
@@ -107,9 +104,19 @@ class ChunkContext:
             autocast=self._autocast,
             keeps_attended=self._keep_attended and self._is_inner and self._chunk.has_gradient,
         )
-        # parameters within ``expand`` get their gradient even if nothing that goes in has one
-        anchor = self.anchor if expand is not None else self.anchor.detach()
+        # with an anchor parameters within ``expand`` get their gradient even if nothing that goes in has one
+        anchor = self.anchor if expand is not None or self._is_shared else self.anchor.detach()
         return Attend.apply(call, anchor, query, *own)
+
+    _make_call: Callable[..., AttendCall] = AttendCall
+    _is_shared = False
+    """Other ranks have parts of the chunk."""
+
+    def _pieces(self, window: int | None) -> tuple[Piece, ...]:
+        """The keys that are here, with the queries that meet them."""
+        num_tokens = self._chunk.num_tokens
+        path = pieces_of_path(self._path, self.start, num_tokens, window)
+        return *path, Piece(None, self.start, num_tokens, slice(0, num_tokens), causal=True)
 
     # -- states at the boundaries of chunks ---------------------------------------------------------------------------
 
