@@ -43,13 +43,9 @@ class TreeConfig(BaseModel):
     ``flex``: one FlexAttention with a block mask. ``auto``: ``flex`` on a GPU."""
     context_parallel: bool = False
     """The ranks of a cell share each chunk (its tokens, states and attention) instead of the micro-steps."""
-    expert_parallel: bool = False
-    """The ranks of a cell share the experts of each layer (with ``context_parallel``)."""
 
     @model_validator(mode="after")
     def _check(self) -> TreeConfig:
-        if self.expert_parallel and not self.context_parallel:
-            raise ValueError("expert_parallel shares experts among ranks that share chunks: set context_parallel too")
         if self.context_parallel and self.mode is ModeChoice.PACK:
             raise ValueError("ranks share the chunks of a walk, not a packed pass: leave mode at auto")
         if self.page_bytes is not None and self.page_dir is None:

@@ -47,9 +47,7 @@ def shard_experts(model: Any, group: dist.ProcessGroup | None) -> ExpertShards:
         module.num_experts = share.num_own
         module.forward = partial(_evaluate, module, share, module.forward)
     if not sizes:
-        raise ConfigError(
-            f"{model.config.model_type} has no experts to share.", "Set trainer.tree.expert_parallel off."
-        )
+        raise ConfigError(f"{model.config.model_type} has no experts to share.", "Share its chunks only.")
     return ExpertShards(ranks, sizes)
 
 
@@ -117,12 +115,12 @@ def _check(name: str, num_experts: int, num_ranks: int) -> None:
     if name.endswith("base_layer"):
         raise ConfigError(
             f"the experts in {name} have adapters: ranks cannot share them.",
-            "Set trainer.tree.expert_parallel off, or leave the experts without adapters.",
+            "Leave the experts without adapters, or on every rank.",
         )
     if num_experts < num_ranks:
         raise ConfigError(
             f"{num_experts} experts cannot be shared by {num_ranks} ranks.",
-            "Use fewer ranks, or set trainer.tree.expert_parallel off.",
+            "Use fewer ranks, or leave the experts on every rank.",
         )
 
 
