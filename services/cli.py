@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services import __version__, cli_cells, cli_events, cli_runs, cli_sim
+from services import __version__, cli_cells, cli_events, cli_longctx, cli_runs, cli_sim
 from services.common.errors import TidegateError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ cli_runs.register(app)
 cli_cells.register(app)
 cli_events.register(app)
 cli_sim.register(app)
+cli_longctx.register(app)
 
 console = Console(width=None if sys.stdout.isatty() else 140)
 

@@ -18,7 +18,7 @@ from services.trainer.tree.costs import ChunkBytes, ModelCosts, PackBytes, PairC
 from services.trainer.tree.kernels import accumulation_dtype
 
 _LAST_PRODUCTS = frozenset({"o_proj", "out_proj", "down_proj"})
-_CPU_SPEEDS = Speeds(flops_per_s=3e10, memory_bytes_per_s=1e10, host_bytes_per_s=1e10, disk_bytes_per_s=1e9)
+CPU_SPEEDS = Speeds(flops_per_s=3e10, memory_bytes_per_s=1e10, host_bytes_per_s=1e10, disk_bytes_per_s=1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def costs_of_model(
         is_frozen = sum(p.numel() for p in trained) < 0.5 * sum(p.numel() for p in parameters)
     constant = weight_bytes + sum(p.numel() * p.element_size() for p in trained)
     if speeds is None:
-        speeds = _CPU_SPEEDS if model.device.type == "cpu" else Speeds()
+        speeds = CPU_SPEEDS if model.device.type == "cpu" else Speeds()
     states = adapter.layer_states(config)
     wide = torch.promote_types(dtype, torch.float32)  # of hidden states, norms and recurrent matrices
     layers = [_activations(layer, config, dtype) for layer in model.base_model.layers]
