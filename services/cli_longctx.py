@@ -124,6 +124,7 @@ def longctx(
             help="With --run: save progress there and go on from it (walks that recompute).", show_default=False
         ),
     ] = None,
+    save_every: Annotated[float, typer.Option(min=0, help="Seconds between two saves there.")] = 300.0,
     temperature: Annotated[float, typer.Option(min=1e-3, help="Of the sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of made-up tokens and advantages.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -163,6 +164,7 @@ def longctx(
         is_measured=measure,
         resume_dir=resume_dir,
         finds_longest=find_longest,
+        save_every_s=save_every,
         temperature=temperature,
         seed=seed,
     )

@@ -60,6 +60,7 @@ class Asked:
     is_measured: bool
     resume_dir: Path | None
     finds_longest: bool
+    save_every_s: float
     temperature: float
     seed: int
 
@@ -355,6 +356,7 @@ def _run(asked: Asked, answer: Answer, loaded: Loaded) -> Measured:
             temperature=asked.temperature,
             observe=lambda share: progress.update(task, completed=share),
             resume_dir=asked.resume_dir,
+            every_s=asked.save_every_s,
         )
 
 

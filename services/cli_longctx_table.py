@@ -105,7 +105,7 @@ def _print_measured(console: Console, answer: Answer) -> None:
         "time", _time(predicted.seconds), _time(measured.seconds), f"{predicted.seconds / (measured.seconds or 1):.3f}"
     )
     console.print(table)
-    resumed = f"; {measured.resumed_share:.0%} of it by an earlier process" if measured.resumed_share else ""
+    resumed = f"; {measured.resumed_share:.1%} of it by an earlier process" if measured.resumed_share else ""
     console.print(
         f"loss {measured.loss:.6g}, gradient norm {measured.grad_norm:.6g}{resumed}; nothing was updated",
         highlight=False,

@@ -12,7 +12,7 @@ from services.common.types import VersionSpan
 from services.trainer.tree.costs import Budget, ModelCosts
 from services.trainer.tree.forest import Forest, make_forest
 from services.trainer.tree.ledger import chunk_facts
-from services.trainer.tree.plan import Mode, ModeChoice, Plan, PlanOptions, PrefixGradient, make_plan
+from services.trainer.tree.plan import Mode, ModeChoice, Plan, PlanOptions, PrefixGradient, VisitKind, make_plan
 from services.trainer.types import Node
 
 _MAX_CHUNKS = 4096
@@ -75,9 +75,9 @@ class MemoryParts:
     gradients: float
     """Collected for these states."""
     graph: float
-    """Of the largest chunk."""
+    """Of the largest chunk that is pushed back."""
     backward: float
-    """Beside its graph while it is pushed back, or the head's where that is more."""
+    """Beside its graph meanwhile; or the head's, where that is more."""
     head: float
     """Logits of one piece, and the hidden states of a chunk's targets."""
 
@@ -109,10 +109,13 @@ def memory_parts(forest: Forest, plan: Plan, costs: ModelCosts, prefix_gradient:
     for index, parent in enumerate(facts.parents.tolist()):
         states[index] = facts.state_bytes[index] + (states[parent] if parent >= 0 else 0.0)
         gradients[index] = facts.accumulation_bytes[index] + (gradients[parent] if parent >= 0 else 0.0)
-    size, page = int(facts.num_tokens.max(initial=0)), int(facts.page_tokens.max(initial=0))
+    pushed = [v.chunk for v in plan.visits if v.kind in (VisitKind.REPLAY, VisitKind.BACKWARD)]
+    sizes = [(int(facts.num_tokens[chunk]), int(facts.page_tokens[chunk])) for chunk in pushed]
     num_targets = int(facts.num_targets.max(initial=0))
-    graph = (costs.layer_graph if plan.recompute_layers else costs.graph).at(size, page)
-    backward = (costs.layer_backward if plan.recompute_layers else costs.backward).at(size, page)
+    of_graph = costs.layer_graph if plan.recompute_layers else costs.graph
+    of_backward = costs.layer_backward if plan.recompute_layers else costs.backward
+    graph = max((of_graph.at(*size) for size in sizes), default=0.0)
+    backward = max((of_backward.at(*size) for size in sizes), default=0.0)
     head = costs.head_bytes(min(num_targets, plan.head_rows)) + num_targets * costs.row_bytes
     return MemoryParts(
         states=float(states.max(initial=0.0)),
