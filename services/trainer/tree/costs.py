@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -53,11 +54,20 @@ class PackBytes:
     """For each token of each segment's path, itself included, roots left out: what is gathered for its queries."""
     per_pair: float = 0.0
     """For each pair of a segment's token and a token of its path, roots left out: masks."""
+    per_root_pair: float = 0.0
+    """For each pair of tokens of a root: scores, where no fused kernel takes the model's heads."""
 
-    def at(self, num_tokens: int, path_tokens: int, pairs: int) -> float:
-        """Never negative."""
-        by_path = path_tokens * self.per_path_token + pairs * self.per_pair
-        return max(0.0, self.base + num_tokens * self.per_token + by_path)
+    def at(self, segments: Iterable[tuple[int, int]]) -> float:
+        """Of a row of segments, each its first token's position on its path and its number of tokens."""
+        total = self.base
+        for start, num_tokens in segments:
+            path = start + num_tokens
+            total += num_tokens * self.per_token
+            if start:
+                total += path * (self.per_path_token + num_tokens * self.per_pair)
+            else:
+                total += num_tokens * num_tokens * self.per_root_pair
+        return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,7 @@ def _pack(forest: Forest, costs: ModelCosts, budget: Budget, options: PlanOption
         raise ConfigError(f"mode pack does not serve {what}.", "Set the mode to walk or auto.")
     longest = max((segment.num_tokens for segment in forest.segments), default=1)
     chunks = cut_chunks(forest, longest)
-    branches = [(c.num_tokens, c.start + c.num_tokens) for c in chunks if c.parent >= 0]
-    packed = costs.pack.at(forest.num_tokens, sum(path for _, path in branches), sum(n * path for n, path in branches))
+    packed = costs.pack.at((segment.start, segment.num_tokens) for segment in forest.segments)
     rows = _head_rows(costs, budget, options, packed)
     peak = costs.constant_bytes + packed
     peak += costs.head_bytes(min(rows, forest.num_targets)) + forest.num_targets * costs.row_bytes

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,26 +72,10 @@ def measure_costs(
     adapter = adapter_for(model.config)
     costs = costs_of_model(model, adapter, dtype or model.dtype, count_weights=count_weights)
     probe = _Probe(executor)
-    probe.measure(sizes[0], sizes[0])  # makes the gradients of the parameters
-    plain = {(size, page): probe.measure(size, page) for size in sizes for page in _pages(size, sizes)}
-    layered = {(size, size): probe.measure(size, size, recompute_layers=True) for size in sizes}
-    attended = probe.measure(sizes[0], sizes[0], keep_attended=True)
-    costs = replace(costs, **_states(list(plain.values()), attended, costs))
-    graph = _fit({key: one.graph_bytes for key, one in plain.items()})
-    backward = _fit({key: one.backward_bytes for key, one in plain.items()})
-    inputs = np.mean([one.input_bytes / size for (size, _), one in layered.items()])
-    costs = replace(
-        costs,
-        capture=_fit({key: one.capture_bytes for key, one in plain.items()}),
-        graph=graph,
-        backward=backward,
-        layer_input_bytes_per_token=float(inputs),
-        layer_graph=_fit({key: one.graph_bytes for key, one in layered.items()}, graph),
-        layer_backward=_fit({key: one.backward_bytes for key, one in layered.items()}, backward),
-        **probe.head(),
-    )
-    if adapter.is_attention_only:
-        costs = replace(costs, pack=probe.pack(sizes))
+    with probe.running():
+        costs = replace(costs, **probe.walks(sizes, costs), **probe.head())
+        if adapter.is_attention_only:
+            costs = replace(costs, pack=probe.pack(sizes))
     costs = replace(costs, speeds=replace(costs.speeds, flops_per_s=probe.flops_per_s(sizes[-1], costs)))
     model.zero_grad(set_to_none=True)
     return costs
@@ -127,23 +112,20 @@ class _Reading:
 
 
 class _Meter:
-    """Bytes of live tensors beyond those at the start: PyTorch's own count on a GPU, else an allocation tracker's."""
+    """Bytes of live tensors: PyTorch's own count on a GPU, elsewhere an allocation tracker's of what is made now."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tracker = None if device.type == "cuda" else AllocationTracker()
         self._phase = contextlib.ExitStack()
         self._num_phases = 0
-        self._start_bytes = torch.cuda.memory_allocated(device) if self._tracker is None else 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        with self._tracker or contextlib.nullcontext():
+        """Readings are taken within the block."""
+        with self._tracker or contextlib.nullcontext(), self._phase:
             self.restart()
-            try:
-                yield
-            finally:
-                self._phase.close()
+            yield
 
     def restart(self) -> None:
         """Begin to look for a peak anew."""
@@ -156,14 +138,13 @@ class _Meter:
 
     @property
     def live_bytes(self) -> int:
-        if self._tracker is None:
-            return torch.cuda.memory_allocated(self._device) - self._start_bytes
-        return self._tracker.current_bytes
+        return torch.cuda.memory_allocated(self._device) if self._tracker is None else self._tracker.current_bytes
 
     @property
     def peak_bytes(self) -> int:
+        """Since the last restart."""
         if self._tracker is None:
-            return torch.cuda.max_memory_allocated(self._device) - self._start_bytes
+            return torch.cuda.max_memory_allocated(self._device)
         return self._tracker.phase_peak_bytes[str(self._num_phases)]
 
 
@@ -197,26 +178,49 @@ class _Probe:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._meter = _Meter(executor.model.device)
         self._model = executor.model
         self._device: torch.device = executor.model.device
         self._random = np.random.default_rng(0)
         self._vocab_size: int = self._model.config.get_text_config().vocab_size
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """All but speed is measured within."""
+        return self._meter.running()
+
+    def walks(self, sizes: Sequence[int], analytic: ModelCosts) -> dict[str, Any]:
+        """Bytes of states and of chunks."""
+        self.measure(sizes[0], sizes[0])  # makes the gradients of the parameters
+        plain = {(size, page): self.measure(size, page) for size in sizes for page in _pages(size, sizes)}
+        layered = {(size, size): self.measure(size, size, recompute_layers=True) for size in sizes}
+        attended = self.measure(sizes[0], sizes[0], keep_attended=True)
+        graph = _fit({key: one.graph_bytes for key, one in plain.items()})
+        backward = _fit({key: one.backward_bytes for key, one in plain.items()})
+        return {
+            **_states(list(plain.values()), attended, analytic),
+            "capture": _fit({key: one.capture_bytes for key, one in plain.items()}),
+            "graph": graph,
+            "backward": backward,
+            "layer_input_bytes_per_token": float(
+                np.mean([one.input_bytes / one.num_tokens for one in layered.values()])
+            ),
+            "layer_graph": _fit({key: one.graph_bytes for key, one in layered.items()}, graph),
+            "layer_backward": _fit({key: one.backward_bytes for key, one in layered.items()}, backward),
+        }
 
     def measure(
         self, size: int, page: int, *, recompute_layers: bool = False, keep_attended: bool = False
     ) -> _Measured:
         """A page, a chunk behind it, and a leaf like the chunk whose last token predicts the only target."""
         forest, plan = self._scene(size, page, Way(recompute_layers, keep_attended))
-        meter = _Meter(self._device)
-        watch = _Watch(meter)
+        watch = _Watch(self._meter)
         during: list[_Reading] = []
 
         def objective(index: Tensor, logprobs: Tensor, entropy: Tensor) -> Tensor:
             during.append(watch.read())
             return torch.ones_like(logprobs)
 
-        with meter.running():
-            self._executor.train(forest, plan, 1.0, objective, progress=watch)
+        self._executor.train(forest, plan, 1.0, objective, progress=watch)
         start, page_done, chunk_done, leaf_done, pushed, _ = watch.readings
         (at_head,) = during
         inputs = at_head.stored_bytes - chunk_done.stored_bytes
@@ -240,12 +244,7 @@ class _Probe:
         for num_targets, num_rows in _HEAD_SHAPES:
             rows = torch.randn(num_targets, head.weight.shape[1], device=self._device, dtype=self._model.dtype)
             ids = torch.from_numpy(self._ids(num_targets)).long().to(self._device)
-            meter = _Meter(self._device)
-            with meter.running():
-                backward_through_head(
-                    rows, head, ids, 1.0, num_rows, lambda _part, logprobs, _entropy: torch.ones_like(logprobs)
-                )
-                peaks.append(meter.peak_bytes)
+            peaks.append(self._peak_of(partial(backward_through_head, rows, head, ids, 1.0, num_rows, _slope)))
         (few, many, many_by_few), (low, high) = peaks, (_HEAD_SHAPES[0][0], _HEAD_SHAPES[1][0])
         own = rows.element_size() * rows.shape[1]
         per_target = max(0.0, (many_by_few - few) / (high - low))
@@ -258,18 +257,16 @@ class _Probe:
 
     def pack(self, sizes: Sequence[int]) -> PackBytes:
         """Bytes of packed rows, from some of different shapes."""
-        low, high = sizes[0], sizes[-1]
-        shapes = [(low, low, 2), (high, low, 2), (low, high, 2), (high, low, 6), (high, high, 2), (low, low, 6)]
+        low, middle, high = sizes[0], sizes[len(sizes) // 2], sizes[-1]
+        shapes = [(low, low, 2), (high, low, 2), (low, high, 1), (high, low, 6), (high, high, 1)]
+        shapes += [(2 * high, low, 1), (middle, middle, 2), (2 * high, middle, 2)]
         facts, peaks = [], []
         for root, leaf, num_leaves in shapes:
             forest = self._forest([root], [leaf] * num_leaves)
             plan = Plan(Mode.PACK, (), (), False, 64, Prediction(), "")
-            meter = _Meter(self._device)
-            with meter.running():
-                self._executor.train(forest, plan, 1.0, lambda _index, logprobs, _entropy: torch.ones_like(logprobs))
-                peaks.append(meter.peak_bytes)
+            peaks.append(self._peak_of(partial(self._executor.train, forest, plan, 1.0, _slope)))
             path = root + leaf
-            facts.append([1.0, forest.num_tokens, num_leaves * path, num_leaves * leaf * path])
+            facts.append([1.0, forest.num_tokens, num_leaves * path, num_leaves * leaf * path, root * root])
         return PackBytes(*_least_squares(facts, peaks))
 
     def flops_per_s(self, size: int, costs: ModelCosts) -> float:
@@ -279,9 +276,16 @@ class _Probe:
         flops = make_ledger(facts, costs, plan.visits, Way()).work.flops
         self._wait()
         start_s = time.perf_counter()
-        self._executor.train(forest, plan, 1.0, lambda _index, logprobs, _entropy: torch.ones_like(logprobs))
+        self._executor.train(forest, plan, 1.0, _slope)
         self._wait()
         return max(1.0, flops) / (time.perf_counter() - start_s)
+
+    def _peak_of(self, run: Callable[[], object]) -> int:
+        """Most bytes that a run holds beyond what was there."""
+        start_bytes = self._meter.live_bytes
+        self._meter.restart()
+        run()
+        return self._meter.peak_bytes - start_bytes
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -313,6 +317,10 @@ class _Probe:
 
     def _ids(self, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         return self._random.integers(0, self._vocab_size, count).astype(np.int32)
+
+
+def _slope(_which: object, logprobs: Tensor, _entropy: Tensor) -> Tensor:
+    return torch.ones_like(logprobs)
 
 
 def _states(scenes: Sequence[_Measured], attended: _Measured, analytic: ModelCosts) -> dict[str, Any]:
@@ -354,15 +362,18 @@ def _fit(measured: dict[tuple[int, int], int], like: ChunkBytes | None = None) -
 
 
 def _least_squares(facts: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients, none of them negative: those that would be are left out."""
-    matrix, vector = np.array(facts, dtype=np.float64), np.array(values, dtype=np.float64)
+    """Coefficients with small relative errors, none of them negative: those that would be are left out."""
+    scale = np.maximum(np.array(values, dtype=np.float64), 1.0)
+    matrix, vector = np.array(facts, dtype=np.float64) / scale[:, None], np.array(values, dtype=np.float64) / scale
     used = list(range(matrix.shape[1]))
+    found = np.zeros(0)
     while used:
         found = np.linalg.lstsq(matrix[:, used], vector, rcond=None)[0]
-        if (found >= -1e-6).all():
+        shares = found * matrix[:, used].mean(axis=0)
+        if (shares >= -1e-9).all():
             break
-        del used[int(np.argmin(found))]
+        del used[int(np.argmin(shares))]
     result = [0.0] * matrix.shape[1]
-    for place, value in zip(used, found if used else (), strict=True):
+    for place, value in zip(used, found, strict=False):
         result[place] = max(0.0, float(value))
     return result
