@@ -33,7 +33,8 @@ def attend_page(
     _check(query, key, value, mask, causal)
     if query.numel() and value.numel() and fused.takes(query, value, mask):
         return fused.fused_forward(query, key, value, scale, mask, causal)
-    return tiled_forward(query, key, value, scale, mask, causal)
+    with torch.autocast(query.device.type, enabled=False):  # its rounding would be in the forward alone
+        return tiled_forward(query, key, value, scale, mask, causal)
 
 
 def attend_page_backward(
@@ -57,7 +58,8 @@ def attend_page_backward(
     _check(query, key, value, mask, causal)
     if query.numel() and value.numel() and fused.takes(query, value, mask):
         return fused.fused_backward(grad, query, key, value, out, lse, scale, mask, causal)
-    return tiled_backward(grad, query, key, value, out, lse, scale, mask, causal)
+    with torch.autocast(query.device.type, enabled=False):
+        return tiled_backward(grad, query, key, value, out, lse, scale, mask, causal)
 
 
 class Merge:

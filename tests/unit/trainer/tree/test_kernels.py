@@ -176,6 +176,17 @@ def test_masks_hide_keys(dtype: torch.dtype, heads: tuple[int, int], share: floa
 
 
 @pytest.mark.usefixtures("path")
+def test_autocast_changes_no_bit() -> None:
+    """A forward runs under it, its backward does not, and both have to make the same of a score."""
+    attention = make_attention(torch.bfloat16, 9, 30)
+    pages = [Page(0, 21, torch.ones(9, 21, dtype=torch.bool).tril(5)), Page(21, 30, causal=True)]
+    expected = by_pages(attention, pages)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = by_pages(attention, pages)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, expected, strict=True))
+
+
+@pytest.mark.usefixtures("path")
 def test_rows_that_see_nothing_give_nothing() -> None:
     """In one page (row 1), in all pages (row 2), in a page that nobody sees."""
     attention = make_attention(torch.float64, 5, 20)
