@@ -96,10 +96,19 @@ def _small_tree(vocab_size: int) -> Forest:
 
 
 def lora_layers(model: Any) -> dict[str, Any]:
-    """Modules with an adapter, by the name of the module that they stand for."""
+    """Modules with an adapter, by the name of the parameter that it changes, in the model without adapters."""
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {
+        f"{plain_name(name)}.{getattr(module, 'parameter_name', 'weight')}": module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter in the model without adapters."""
+    return name.replace(".base_layer", "")
 
 
 def _inject_lora(model: Any, config: LoraConfig, seed: int) -> None:

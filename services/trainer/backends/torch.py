@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from services.common.errors import ConfigError
 from services.trainer.backends.base import BatchResult, Update
-from services.trainer.backends.models import check_exactness, load_model, lora_layers
+from services.trainer.backends.models import check_exactness, load_model, lora_layers, plain_name
 from services.trainer.config import TrainerConfig
 from services.trainer.objective import PolicyObjective
 from services.trainer.packing import Batch
@@ -60,7 +60,11 @@ class TorchBackend:
         self._options = tree.options(alignment_tokens=1 if adapter.is_attention_only else _BLOCK_TOKENS)
         if is_shared:
             self._options = replace(self._options, mode=ModeChoice.WALK)
-        self._budget = Budget(tree.memory_bytes, tree.host_bytes, 0 if tree.page_dir is None else tree.page_bytes)
+        self._budget = Budget(
+            live_bytes=tree.memory_bytes,
+            host_bytes=0 if device.type == "cpu" else tree.host_bytes,
+            disk_bytes=0 if tree.page_dir is None else tree.page_bytes,
+        )
         self._trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         optimizer = config.optimizer
         self._optimizer = torch.optim.AdamW(
@@ -138,25 +142,23 @@ class TorchBackend:
         for name, tensor in tensors:
             if name not in persistent or ".lora_" in name:
                 continue
-            module, _, leaf = name.rpartition(".")
-            module = module.removesuffix(".base_layer")
-            value = tensor.detach()
-            if module in adapted and leaf == "weight":
-                value = value + adapted[module].get_delta_weight("default")
-            weights[f"{module}.{leaf}"] = value
+            published, value = plain_name(name), tensor.detach()
+            if published in adapted:
+                value = value + adapted[published].get_delta_weight("default")
+            weights[published] = value
         yield from revert_weight_conversion(self.model, weights).items()
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int], weights: Mapping[str, Tensor]) -> list[float]:
-        adapted = lora_layers(self.model)
+        adapters = ((name, layer.lora_B.parameters()) for name, layer in lora_layers(self.model).items())
+        merged = {id(parameter) for name, parameters in adapters if name in weights for parameter in parameters}
         current: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            module, _, leaf = name.rpartition(".")
-            published = f"{module.removesuffix('.base_layer')}.{leaf}"
+            published = plain_name(name)
             if published in weights:
                 current[name] = weights[published].to(parameter)
-            elif ".lora_B." in name and adapted:
-                current[name] = torch.zeros_like(parameter)  # the adapter is merged in already
+            elif id(parameter) in merged:
+                current[name] = torch.zeros_like(parameter)
         ids = torch.tensor([list(token_ids)], device=self._device)
         output = torch.func.functional_call(self.model, current, kwargs={"input_ids": ids, "use_cache": False})
         logprobs = output.logits[0, :-1].float().log_softmax(-1)

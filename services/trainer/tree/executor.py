@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -123,9 +123,7 @@ class Executor:
         self._anchor = torch.zeros((), device=model.device, requires_grad=True)
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._layers = LayerRecompute(model, autocast)
-        self._is_random = model.training and any(
-            isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()
-        )
+        self._is_random = False
         adapter.install(model)
 
     def train(
@@ -140,7 +138,7 @@ class Executor:
         """One forward and backward of a forest by a plan of chunks.
 
         ``temperature``: that of the sampling. A target's objective is asked for once, when its gradient is taken.
-        ``progress``: save the step's progress between visits without kept graphs, and go on from what was saved; the
+        ``progress``, of a walk: save it between visits without kept graphs, and go on from what was saved; the
         gradients then are those of the saved step, whatever the parameters' ``grad`` held before.
 
         Raises:
@@ -177,7 +175,7 @@ class Executor:
         device = self.model.device
         logprobs = torch.zeros(num_targets, device=device, dtype=self._score_dtype)
         entropy = torch.zeros_like(logprobs)
-        with self._step(forest, plan) as step:
+        with self._step(forest, replace(plan, keep_attended=False)) as step:  # nothing is evaluated again
             for visit in plan.visits:
                 if visit.kind in (VisitKind.CAPTURE, VisitKind.REPLAY):
                     with self._together(f"the scoring of chunk {visit.chunk}"):
@@ -199,7 +197,7 @@ class Executor:
         """The whole forest in one forward and backward."""
         rows = predicting_states(self.model, forest, self._pack_attention, self._autocast)
         targets = torch.arange(len(rows))
-        rows.backward(self._backward_through_head(rows, forest, plan, targets, temperature, objective))
+        _push_back([rows], [self._backward_through_head(rows, forest, plan, targets, temperature, objective)])
 
     # -- visits -------------------------------------------------------------------------------------------------------
 
@@ -221,8 +219,8 @@ class Executor:
 
     def _push(self, step: _Step, index: int, temperature: float, objective: Objective) -> None:
         """Push the gradient of a chunk's targets, and what was collected for its states, through the chunk."""
-        graph = step.graphs.pop(index) if index in step.graphs else None
-        context, hidden = graph or self._evaluate(step, index, is_recorded=True)
+        is_kept = index in step.graphs
+        context, hidden = step.graphs.pop(index) if is_kept else self._evaluate(step, index, is_recorded=True)
         context.begin_backward()
         with context.active():
             targets, rows = self._rows(step, index, context, hidden)
@@ -232,7 +230,7 @@ class Executor:
                 slopes.append(
                     self._backward_through_head(rows, step.forest, step.plan, targets, temperature, objective)
                 )
-            torch.autograd.backward(roots, slopes)
+            _push_back(roots, slopes)
 
     def _backward_through_head(
         self, rows: Tensor, forest: Forest, plan: Plan, targets: Tensor, temperature: float, objective: Objective
@@ -317,6 +315,7 @@ class Executor:
     @contextlib.contextmanager
     def _step(self, forest: Forest, plan: Plan) -> Iterator[_Step]:
         self.choices = {}
+        self._is_random = _has_dropout(self.model)
         store = StateStore(self.model.device, self._store_budget(plan))
         try:
             yield _Step(
@@ -369,3 +368,14 @@ class Executor:
     @property
     def _score_dtype(self) -> torch.dtype:
         return torch.float64 if self.model.dtype == torch.float64 else torch.float32
+
+
+def _push_back(roots: Sequence[Tensor], slopes: Sequence[Tensor]) -> None:
+    """Nothing in front of the head has a gradient where only the head is trained."""
+    pushed = [index for index, root in enumerate(roots) if root.requires_grad]
+    if pushed:
+        torch.autograd.backward([roots[index] for index in pushed], [slopes[index] for index in pushed])
+
+
+def _has_dropout(model: Any) -> bool:
+    return any(isinstance(module, torch.nn.Dropout) and module.training and module.p > 0 for module in model.modules())

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from services.common.errors import ConfigError
 
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
@@ -56,6 +58,14 @@ def adapter_for(config: Any) -> Adapter:
     """
     text_config = config.get_text_config()
     known = adapters()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if kinds & _LENGTH_DEPENDENT_ROPE:
+        raise ConfigError(
+            f"{text_config.model_type} rotates its keys by angles that depend on the sequence's length (rope type "
+            f"{', '.join(sorted(kinds & _LENGTH_DEPENDENT_ROPE))}): no states can be shared exactly.",
+            "Set rope_type to one that does not (yarn, linear, llama3, default) in the model's config.json.",
+        )
     for adapter in known:
         if text_config.model_type in adapter.model_types:
             return adapter

@@ -61,7 +61,9 @@ def record_routing(model: Any) -> None:
         layer = _LAYER.search(f"{name}.")
         if not isinstance(experts, torch.nn.Module) or layer is None:
             continue
-        routers = [child for child in block.children() if type(child).__name__.lower().endswith("topkrouter")]
+        experts = _without_adapters(experts)
+        children = [_without_adapters(child) for child in block.children()]
+        routers = [child for child in children if type(child).__name__.lower().endswith("topkrouter")]
         if len(routers) != 1:
             raise ConfigError(
                 f"the choice of experts cannot be recorded: {name} ({type(block).__name__}) has no router of its own.",
@@ -73,6 +75,13 @@ def record_routing(model: Any) -> None:
             experts.forward = functools.partial(evaluate_experts, experts)
         if getattr(block, "jitter_noise", 0.0):
             block.jitter_noise = 0.0
+
+
+def _without_adapters(module: Any) -> Any:
+    """What low-rank adapters are wrapped around: they change its weights while it runs."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
 
 
 # -- routing -----------------------------------------------------------------------------------------------------------

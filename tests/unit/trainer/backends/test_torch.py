@@ -1,4 +1,4 @@
-"""The packed forward and backward against plain rows, for random forests."""
+"""The torch backend: gradients of random forests against plain rows, and what is made of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from services.trainer.config import ClippedLossConfig, FullConfig, LoraConfig, O
 from services.trainer.packing import count_runs, plan_batches
 from services.trainer.tree.adapters.attention import NAME
 from services.trainer.tree.config import TreeConfig
+from services.trainer.tree.plan import ModeChoice
 from services.trainer.types import MicroStep
 from tests.unit.trainer.forests import VOCAB_SIZE, make_micro_step, path_to, reference_loss
 
@@ -36,12 +37,22 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(3)
     models = {
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+        "qwen3_moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+        ),
     }
     paths = {}
     for name, model in models.items():
@@ -235,17 +246,22 @@ def test_learning_rate_warms_up(model_paths: dict[str, str]) -> None:
     assert rates == [0.25, 0.5, 1.0, 1.0]
 
 
-def test_merged_weights_are_those_of_the_adapted_model_and_disturb_nothing(model_paths: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_merged_weights_are_those_of_the_adapted_model_and_disturb_nothing(
+    model_paths: dict[str, str], name: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    backend = make_backend(model_paths["qwen3"], tune=LoraConfig(rank=4))
+    backend = make_backend(model_paths[name], tune=LoraConfig(rank=4))
     accumulate(backend, [make_micro_step(16)], 1000)
     backend.update(3, 1)
     trained = {name: tensor.clone() for name, tensor in backend.state().items()}
     merged = dict(backend.merged_weights())
-    plain = AutoModelForCausalLM.from_pretrained(model_paths["qwen3"], dtype=torch.float32)
-    assert merged.keys() == {name for name, _ in plain.named_parameters()}
-    plain.load_state_dict(merged, strict=False)
+    assert merged.keys() == load_file(Path(model_paths[name]) / "model.safetensors").keys()
+    save_file({key: tensor.contiguous() for key, tensor in merged.items()}, tmp_path / "model.safetensors")
+    backend.model.config.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.arange(20)[None] % VOCAB_SIZE
     torch.testing.assert_close(plain(ids).logits, backend.model(ids).logits, rtol=1e-4, atol=1e-4)
     token_ids = ids[0].tolist()
@@ -283,7 +299,7 @@ def test_sliding_window_shorter_than_a_path_is_exact(tmp_path: Path) -> None:
     reference_loss(backend.model, [micro_step], backend._config.loss, 0.8).backward()
     expected = gradients(backend)
     backend.model.set_attn_implementation(NAME)
-    for mode in ("pack", "walk"):
+    for mode in (ModeChoice.PACK, ModeChoice.WALK):
         backend = make_backend(str(tmp_path), tree=TreeConfig(mode=mode, min_chunk_tokens=4, max_chunk_tokens=4))
         accumulate(backend, [micro_step], 1000)
         for name, gradient in gradients(backend).items():
@@ -316,15 +332,6 @@ def test_memory_changes_how_a_batch_is_evaluated_and_nothing_else(model_paths: d
     accumulate(backend, micro_steps, 100_000)
     for name, gradient in gradients(backend).items():
         torch.testing.assert_close(gradient, gradients(expected)[name], rtol=1e-3, atol=1e-5)
-
-
-def test_recurrent_model_without_layer_types_is_refused(tmp_path: Path) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, state_size=4, num_hidden_layers=1)
-    MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="mamba"):
-        make_backend(str(tmp_path))
 
 
 def test_bfloat16_stays_near_float32(model_paths: dict[str, str]) -> None:

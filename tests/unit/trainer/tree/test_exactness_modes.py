@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from services.common.errors import ConfigError
+from services.trainer.tree import states
 from services.trainer.tree.adapters import adapter_for
+from services.trainer.tree.executor import Executor
 from services.trainer.tree.forest import make_forest
 from services.trainer.tree.plan import Mode, ModeChoice, PrefixGradient, Recompute, VisitKind
 from services.trainer.tree.store import StoreBudget
 from tests.unit.trainer.tree import reference
 from tests.unit.trainer.tree.forests import Shape, make_batch
 from tests.unit.trainer.tree.models import FAMILIES, Unrounded, make_model
-from tests.unit.trainer.tree.walks import Way, make_executor, train
+from tests.unit.trainer.tree.walks import Outcome, Way, make_executor, train
 
 WAYS = [
     Way(4, recompute, recompute_layers=layers, keep_attended=attended)
@@ -54,6 +58,71 @@ def test_low_rank_adapters_get_the_gradient_of_plain_autograd(name: str) -> None
     assert all(".lora_" in name for name in expected.gradients)
     error, worst = reference.gradient_error(outcome.gradients, expected.gradients)
     assert error <= 1e-9, worst
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "layers"),
+    [("llama", ["lm_head"], None), ("llama", ["q_proj"], [1]), ("deepseek_v3", ["kv_b_proj"], [0])],
+)
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[7], Way(mode=ModeChoice.PACK)])
+def test_adapters_of_a_single_module_get_the_gradient_of_plain_autograd(
+    name: str, modules: list[str], layers: list[int] | None, way: Way
+) -> None:
+    batch, settings = make_batch(12, SMALL), {"target_modules": modules, "layers_to_transform": layers}
+    ours, plain = with_adapters(make_model(name), **settings), with_adapters(make_model(name), **settings)
+    with Unrounded():
+        outcome = train(make_executor(ours), batch, way)
+        expected = reference.run(plain, batch, temperature=0.9)
+    assert len(expected.gradients) == 2
+    error, worst = reference.gradient_error(outcome.gradients, expected.gradients)
+    assert error <= 1e-9, worst
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_bfloat16_stays_near_float32(name: str) -> None:
+    batch = make_batch(12, SMALL)
+    expected = train(make_executor(make_model(name, torch.float32)), batch, WAYS[0])
+    model = make_model(name, torch.float32)
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    outcome = train(Executor(model, adapter_for(model.config), budget=StoreBudget(), autocast=autocast), batch, WAYS[0])
+    assert outcome.loss == pytest.approx(expected.loss, abs=0.1)
+    assert outcome.gradients.keys() == expected.gradients.keys()
+    for key, gradient in outcome.gradients.items():
+        similarity = torch.cosine_similarity(gradient.flatten(), expected.gradients[key].flatten(), dim=0)
+        assert similarity > 0.95, key
+
+
+@pytest.mark.parametrize("trained", ["embed_tokens", "layers.0.self_attn.k", "layers.0.linear", "mlp", "lm_head"])
+@pytest.mark.parametrize("name", ["qwen3_window", "qwen3_5", "deepseek_v32"])
+def test_any_part_of_a_model_may_be_frozen(name: str, trained: str) -> None:
+    batch = make_batch(10, SMALL)
+    ours, plain = make_model(name), make_model(name)
+    for model in (ours, plain):
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in key)
+    if not any(parameter.requires_grad for parameter in ours.parameters()):
+        pytest.skip("the model has no such part")
+    executor = make_executor(ours)
+    with Unrounded():
+        expected = reference.run(plain, batch, temperature=0.9, rows=reference.leaf_rows(batch))
+        for way in (WAYS[0], WAYS[6]):
+            error, worst = reference.gradient_error(train(executor, batch, way).gradients, expected.gradients)
+            assert error <= 1e-9, worst
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_half_precision_is_the_same_whatever_is_recomputed(name: str) -> None:
+    batch = make_batch(10, SMALL)
+
+    def outcome(way: Way) -> Outcome:
+        model = make_model(name, torch.float32)
+        autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+        return train(Executor(model, adapter_for(model.config), budget=StoreBudget(), autocast=autocast), batch, way)
+
+    expected = outcome(Way(4, Recompute.KEEP))
+    for way in (Way(4), Way(4, recompute_layers=True, keep_attended=True)):
+        gradients = outcome(way).gradients
+        assert all(torch.equal(gradient, gradients[key]) for key, gradient in expected.gradients.items())
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[6]])
@@ -135,6 +204,27 @@ def test_a_call_leaves_nothing_behind_for_the_next(name: str) -> None:
     assert all(torch.equal(gradient, again.gradients[key]) for key, gradient in once.gradients.items())
 
 
+@pytest.mark.parametrize("way", [WAYS[3], WAYS[7]])
+def test_a_step_that_fails_leaves_nothing_behind(way: Way, tmp_path: Path) -> None:
+    batch, forest = make_batch(17, SMALL), make_forest(make_batch(17, SMALL).nodes)
+    budget = StoreBudget(host_bytes=6000, folder=tmp_path)
+    executor = make_executor(make_model("qwen3_next", torch.float32), budget)
+    expected = train(executor, batch, way)
+    asked = itertools.count()
+
+    def fail(_index: Tensor, logprobs: Tensor, _entropy: Tensor) -> Tensor:
+        if next(asked):
+            raise RuntimeError("the objective fails")
+        return torch.ones_like(logprobs)
+
+    with pytest.raises(RuntimeError, match="the objective fails"):
+        executor.train(forest, way.plan(forest), way.temperature, fail)
+    assert states.current() is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("state-store")]
+    again = train(executor, batch, way)
+    assert all(torch.equal(gradient, again.gradients[key]) for key, gradient in expected.gradients.items())
+
+
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_gradients_of_several_batches_add_up(name: str) -> None:
     batches = [make_batch(19, SMALL), make_batch(20, SMALL)]
@@ -190,16 +280,23 @@ def test_an_architecture_without_adapter_is_refused_by_name(name: str, settings:
     assert "qwen3" in caught.value.hint
 
 
-def with_adapters(model: Any) -> Any:
-    """The model with low-rank adapters that are not zero, its other weights frozen."""
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_depend_on_the_length_are_refused(kind: str) -> None:
+    config = make_model("llama").config
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ConfigError, match=kind):
+        adapter_for(config)
+
+
+def with_adapters(model: Any, **settings: Any) -> Any:
+    """The model with low-rank adapters that are not zero, its other weights frozen. ``settings``: on which modules, if
+    not on all."""
     import peft
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        settings = peft.LoraConfig(
-            r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.0
-        )
-        peft.get_peft_model(model, settings)
+        where = settings or {"target_modules": "all-linear"}
+        peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **where))
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 nn.init.normal_(parameter, std=0.1)
