@@ -1,3 +1,5 @@
+"""A step goes on from its saved progress as if its process had lived on."""
+
 from __future__ import annotations
 
 import math
