@@ -46,6 +46,10 @@ bench-elastic: setup  ## Elastic scheduling against the published figures (a min
 test-trajectory: setup  ## What must hold for every trajectory tree, on many more of them (some minutes)
 	TIDEGATE_EXAMPLES=1000 $(BIN)/python -m pytest tests/unit/trajectory/test_invariance.py tests/unit/trajectory/test_select.py tests/unit/trajectory/test_tree.py tests/unit/trajectory/test_microstep.py
 
+.PHONY: test-tree
+test-tree: setup  ## Gradients of the tree executor against plain autograd, in many more cases (a quarter of an hour)
+	TIDEGATE_EXAMPLES=24 $(BIN)/python -m pytest tests/unit/trainer/tree
+
 .PHONY: bench-trajectory
 bench-trajectory: setup  ## Taking in, selecting and storing a run of a million tokens (a minute)
 	$(BIN)/python -m benchmarks.trajectory

@@ -32,16 +32,18 @@ def make_batch(seed: int, shape: Shape | None = None) -> Batch:
     """Groups of runs with shared prompts, often in pieces, that branch below them.
 
     Nodes are of one token, of a few or long; some are empty, some have no targets or end in tokens that are none,
-    some start with one. Nodes do not stand in depth-first order. Each run has a target.
+    some start with one, some begin as a sibling does. Nodes do not stand in depth-first order. Each run has a target.
+    A run that has a root alone may own all of it.
     """
     shape = shape or Shape()
     rng = np.random.default_rng(seed)
     nodes: list[Node] = []
     runs: list[RunWeight] = []
     for root in range(shape.num_roots):
-        shared, depths = _add_prompt(rng, nodes, shape)
         num_runs = max(1, shape.num_runs // shape.num_roots)
-        own: list[list[int]] = [[] for _ in range(num_runs)]
+        is_shared = num_runs > 1 or rng.random() < 0.6
+        shared, depths = _add_prompt(rng, nodes, shape, -1 if is_shared else len(runs))
+        own: list[list[int]] = [[] for _ in range(num_runs)] if is_shared else [list(shared)]
         for _ in range(shape.max_own_nodes):
             for run in range(num_runs):
                 if own[run] and rng.random() < 0.3:
@@ -52,7 +54,8 @@ def make_batch(seed: int, shape: Shape | None = None) -> Batch:
                 parent = int(rng.choice(parents)) if parent is None else parent
                 depths[len(nodes)] = depths[parent] + 1
                 own[run].append(len(nodes))
-                nodes.append(make_own_node(rng, parent, len(runs) + run, _draw_size(rng, shape)))
+                node = make_own_node(rng, parent, len(runs) + run, _draw_size(rng, shape))
+                nodes.append(_begin_alike(rng, node, nodes) if rng.random() < 0.2 else node)
         for run in range(num_runs):
             runs.append(_close_run(rng, nodes, own[run], f"g{root}-r{run}"))
     return Batch(tuple(nodes), tuple(runs))
@@ -91,17 +94,30 @@ def chain(num_tokens: int, cuts: tuple[int, ...], seed: int = 0) -> Batch:
     return Batch(tuple(nodes), (RunWeight("r0", 1.0, num_tokens - 1),))
 
 
-def _add_prompt(rng: np.random.Generator, nodes: list[Node], shape: Shape) -> tuple[list[int], dict[int, int]]:
-    """Shared segments: a root, sometimes with pieces below it. Returns them, and the depth of each."""
-    shared = [len(nodes)]
+def _add_prompt(
+    rng: np.random.Generator, nodes: list[Node], shape: Shape, run: int
+) -> tuple[list[int], dict[int, int]]:
+    """Segments that runs share, or of one run: a root, sometimes with pieces below it. Returns them, and the depth of
+    each."""
+    first = [len(nodes)]
     depths = {len(nodes): 1}
-    nodes.append(make_node(rng, -1, -1, shape.prompt_tokens))
+    nodes.append(make_node(rng, -1, run, shape.prompt_tokens, target_share=0.3, version=3))
     for _ in range(int(rng.integers(0, 3))):
-        parent = int(rng.choice(shared))
+        parent = int(rng.choice(first))
         depths[len(nodes)] = depths[parent] + 1
-        shared.append(len(nodes))
-        nodes.append(make_node(rng, parent, -1, _draw_size(rng, shape)))
-    return shared, depths
+        first.append(len(nodes))
+        nodes.append(make_node(rng, parent, run, _draw_size(rng, shape), target_share=0.3, version=3))
+    return first, depths
+
+
+def _begin_alike(rng: np.random.Generator, node: Node, nodes: list[Node]) -> Node:
+    """The node with the first tokens of a sibling."""
+    siblings = [other for other in nodes if other.parent == node.parent]
+    if not siblings:
+        return node
+    other = siblings[int(rng.integers(len(siblings)))]
+    count = min(len(node.token_ids), len(other.token_ids))
+    return replace(node, token_ids=np.concatenate([other.token_ids[:count], node.token_ids[count:]]))
 
 
 def _draw_size(rng: np.random.Generator, shape: Shape) -> int:
@@ -120,6 +136,6 @@ def _close_run(rng: np.random.Generator, nodes: list[Node], own: list[int], run_
         node = nodes[index]
         if not len(node.token_ids):
             node = make_node(rng, node.parent, node.run, 1)
-        nodes[index] = with_targets(rng, node, np.ones(len(node.token_ids), dtype=np.bool_))
+        nodes[index] = with_targets(rng, node, np.arange(len(node.token_ids)) > (-1 if node.parent >= 0 else 0))
     num_targets = sum(int(nodes[index].target_mask.sum()) for index in own)
     return RunWeight(run_id, float(rng.choice([-1.0, 1.0]) * rng.uniform(0.3, 1.5)), num_targets)

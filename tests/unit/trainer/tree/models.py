@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tests.unit.trainer.forests import VOCAB_SIZE
@@ -138,6 +140,53 @@ def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, **o
     return make_model_of(config, dtype, seed)
 
 
+def draw_settings(name: str, rng: np.random.Generator) -> dict[str, Any]:
+    """Other settings for a family: numbers of layers, heads, experts, widths, windows."""
+    family = FAMILIES[name]
+
+    def pick(*values: Any) -> Any:
+        return values[int(rng.integers(len(values)))]
+
+    num_layers = pick(1, 2, 3)
+    heads, key_heads = pick((1, 1), (2, 1), (4, 2), (4, 4), (8, 2))
+    settings: dict[str, Any] = {"num_hidden_layers": num_layers, "num_attention_heads": heads}
+    if "kv_lora_rank" in family.settings:
+        groups, of_group = pick(1, 2, 3), pick(2, 3)
+        limit = int(rng.integers(1, groups + 1))
+        settings |= {"num_key_value_heads": heads, "q_lora_rank": pick(5, 16), "kv_lora_rank": pick(3, 12, 40)}
+        settings |= {"qk_rope_head_dim": pick(2, 4, 6), "qk_nope_head_dim": pick(4, 9), "v_head_dim": pick(3, 6, 20)}
+        settings |= {"n_group": groups, "n_routed_experts": groups * of_group, "topk_group": limit}
+        settings |= {
+            "num_experts_per_tok": int(rng.integers(2, limit * of_group + 1)),
+            "norm_topk_prob": pick(True, False),
+        }
+        settings |= {"n_shared_experts": pick(1, 2), "first_k_dense_replace": pick(0, 1, 2)}
+        if name == "deepseek_v3":
+            return settings | {"q_lora_rank": pick(None, 5, 16), "rope_interleave": pick(True, False)}
+        settings |= {"index_topk": pick(2, 3, 5, 9, 100), "index_head_dim": pick(6, 8)}
+        if name == "glm_moe_dsa":
+            settings["indexer_types"] = ["full", *(pick("full", "shared") for _ in range(num_layers - 1))]
+        return settings
+    settings |= {"num_key_value_heads": key_heads, "head_dim": pick(8, 16) if family.has_linear else pick(4, 8, 12)}
+    if "sliding_window" in family.settings:
+        settings["sliding_window"] = pick(2, 3, 5, 9, 40)
+    if "layer_types" in family.settings:
+        kind = "linear_attention" if family.has_linear else "sliding_attention"
+        settings["layer_types"] = [
+            *(pick(kind, kind, "full_attention") for _ in range(num_layers - 1)),
+            "full_attention",
+        ]
+    if family.has_choices:
+        num_experts = int(rng.integers(2, 7))
+        settings |= {"num_experts": num_experts, "num_experts_per_tok": int(rng.integers(2, num_experts + 1))}
+    if family.has_linear:
+        num_keys = pick(1, 2)
+        settings |= {"linear_num_key_heads": num_keys, "linear_num_value_heads": num_keys * pick(1, 2, 3)}
+        settings |= {"linear_key_head_dim": pick(4, 8), "linear_value_head_dim": pick(4, 6)}
+        settings["linear_conv_kernel_dim"] = pick(1, 2, 3, 5)
+    return settings
+
+
 def make_model_of(config: Any, dtype: torch.dtype, seed: int = 0) -> Any:
     """A random model of a configuration."""
     from transformers import AutoModelForCausalLM
@@ -161,10 +210,12 @@ class Unrounded(TorchFunctionMode):
         self._within = within
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HANDLED:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func in (torch.autograd.backward, Tensor.backward):
             return self._backward(*args, **kwargs)
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64 and self._is_kept(*_caller()):
+        if args[0].dtype == torch.float64 and self._is_kept(*_caller()):
             if func is Tensor.float:
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
@@ -184,6 +235,11 @@ class Unrounded(TorchFunctionMode):
         with self:
             _engine_run_backward(roots, ones, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
+
+_HANDLED = frozenset(
+    {torch.autograd.backward, Tensor.backward, Tensor.float, Tensor.to, Tensor.type, functional.softmax, torch.softmax}
+)
+"""Casts, what casts on the way, and backwards."""
 
 _ROUNDING = ("transformers.models.", "services.trainer.tree.adapters.")
 
