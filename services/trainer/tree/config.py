@@ -16,8 +16,8 @@ class TreeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     prefix_gradient: PrefixGradient = PrefixGradient.EXACT
-    """``exact``, or ``detached``: what runs share (their prompt) gets no gradient, as in LongStraw; cheaper and only
-    approximate."""
+    """``exact``, or ``detached``: what runs share (their prompt, and answers as far as they begin alike) gets no
+    gradient, as in LongStraw; cheaper and only approximate."""
     mode: ModeChoice = ModeChoice.AUTO
     """``pack``: a whole forest in one pass (models of softmax attention only). ``walk``: chunk by chunk. ``auto``: pack
     what fits ``memory_bytes``."""

@@ -96,7 +96,9 @@ def costs_of_model(
         **_head_costs(model, dtype, is_frozen=is_frozen),
     )
     largest = 0 if is_frozen else max((p.numel() * p.element_size() for p in model.base_model.parameters()), default=0)
-    return replace(costs, **_activation_costs(layers, states, config, dtype, wide, largest))
+    return replace(
+        costs, **_activation_costs(layers, states, config, dtype, wide, largest, on_gpu=model.device.type != "cpu")
+    )
 
 
 def _state_costs(states: tuple[LayerStates, ...], config: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -228,6 +230,8 @@ def _activation_costs(
     dtype: torch.dtype,
     wide: torch.dtype,
     largest_weight_bytes: float,
+    *,
+    on_gpu: bool,
 ) -> dict[str, Any]:
     hidden = config.hidden_size * wide.itemsize
     graph = sum(layer.graph for layer in layers) + 3 * hidden
@@ -245,10 +249,24 @@ def _activation_costs(
         "layer_input_bytes_per_token": len(layers) * hidden,
         "layer_graph": ChunkBytes.linear(0.0, 4 * hidden),
         "layer_backward": ChunkBytes.linear(largest_weight_bytes, one + backward, page),
-        "pack": PackBytes(
-            largest_weight_bytes, graph + backward, sum(s.token_elements for s in states) * dtype.itemsize
-        ),
+        "pack": _pack_costs(PackBytes(largest_weight_bytes, graph + backward), states, config, dtype, on_gpu=on_gpu),
     }
+
+
+def _pack_costs(
+    plain: PackBytes, states: tuple[LayerStates, ...], config: Any, dtype: torch.dtype, *, on_gpu: bool
+) -> PackBytes:
+    """What packing adds to a plain row. On a CPU each layer keeps a mask for each branch, as numbers, and scores where
+    keys and values are of different widths, which no fused kernel there takes."""
+    gathered = sum(s.token_elements for s in states) * dtype.itemsize
+    if hasattr(config, "kv_lora_rank"):
+        gathered = len(states) * 2 * _query_width(config) * dtype.itemsize
+    if on_gpu:
+        return replace(plain, per_path_token=gathered)
+    is_fused = not hasattr(config, "kv_lora_rank")
+    scores = 0.0 if is_fused else 1.5 * config.num_attention_heads * dtype.itemsize * len(states)
+    masks = float(dtype.itemsize * len(states))
+    return replace(plain, per_path_token=gathered, per_pair=masks + scores, per_root_pair=scores)
 
 
 def _head_costs(model: Any, dtype: torch.dtype, *, is_frozen: bool) -> dict[str, Any]:

@@ -262,12 +262,10 @@ def packed_attention(
     sequence.
 
     Raises:
-        ValueError: there is a mask beside the tree, or the layer should have a window and names none.
+        ValueError: there is a mask beside the tree.
     """
     if attention_mask is not None:
         raise ValueError("a packed row has its own mask and takes no other")
-    if sliding_window is None and _should_slide(module):
-        raise ValueError(f"{type(module).__name__} has a sliding window by its configuration and does not say so")
     if tree is None:
         output = _attend_alone(query, key, value, scaling, sliding_window)
     elif tree.attention == "flex":
@@ -395,13 +393,6 @@ def _compiled_flex(*args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _compile_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
-def _should_slide(module: Any) -> bool:
-    config = getattr(module, "config", None)
-    layer_types = getattr(config, "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    return layer_types is not None and layer is not None and layer_types[layer] == "sliding_attention"
 
 
 def _listed(is_listed: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,8 @@ class PlanOptions:
     """``auto`` packs no larger forest."""
     head_rows: int = 1024
     """Most targets whose logits are held at once; fewer where memory is short."""
+    spare_share: float = 0.02
+    """Part of the device's budget that plans leave free, since predictions err."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,9 @@ def make_plan(forest: Forest, costs: ModelCosts, budget: Budget, options: PlanOp
     Raises:
         ConfigError: nothing fits, or the model cannot do what is asked.
     """
+    given = budget
+    if budget.live_bytes is not None:
+        budget = replace(budget, live_bytes=int(budget.live_bytes * (1 - options.spare_share)))
     packed = _pack(forest, costs, budget, options) if options.mode is not ModeChoice.WALK else None
     if packed is not None and (options.mode is ModeChoice.PACK or _fits(packed, budget)):
         return packed
@@ -127,7 +132,7 @@ def make_plan(forest: Forest, costs: ModelCosts, budget: Budget, options: PlanOp
             least = candidate
     if best is None:
         assert least is not None
-        raise _nothing_fits(least, costs, budget, options)
+        raise _nothing_fits(least, costs, given, options)
     return best
 
 

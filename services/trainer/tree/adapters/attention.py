@@ -73,6 +73,11 @@ def tree_attention(
             f"attention with {', '.join(unknown) or 'a mask or dropout'} cannot be trained exactly on trees.",
             "Use a model whose attention is plain softmax, full or in a sliding window.",
         )
+    if sliding_window is None and _should_slide(module):
+        raise ConfigError(
+            f"{type(module).__name__} has a sliding window by its configuration and does not tell its attention.",
+            "Use another version of transformers, or a model with full attention.",
+        )
     if isinstance(key, Tensor) and isinstance(value, Tensor):
         from services.trainer.tree.packed import packed_attention
 
@@ -83,3 +88,10 @@ def tree_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = key.attend(query, scale=scale, window=sliding_window)
     return out.transpose(1, 2), None
+
+
+def _should_slide(module: Any) -> bool:
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    return layer_types is not None and layer is not None and layer_types[layer] == "sliding_attention"

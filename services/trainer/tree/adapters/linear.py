@@ -220,7 +220,7 @@ def _fused_rule(modeling: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def is_fused(tensor: Tensor) -> bool:
     """Whether Hugging Face's models evaluate the rule by a kernel: flash-linear-attention's, where it is installed."""
-    return tensor.is_cuda and _has_kernels()
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16) and _has_kernels()
 
 
 @functools.cache

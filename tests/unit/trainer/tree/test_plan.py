@@ -52,7 +52,7 @@ COSTS = ModelCosts(
     head_flops_per_target=1e5,
     pairs=(PairCost(1e3), PairCost(5e2, visible=7)),
 )
-WALK = PlanOptions(mode=ModeChoice.WALK, min_chunk_tokens=2, max_chunk_tokens=8)
+WALK = PlanOptions(mode=ModeChoice.WALK, min_chunk_tokens=2, max_chunk_tokens=8, spare_share=0.0)
 SEEDS = st.integers(0, 2000)
 some = settings(max_examples=40, deadline=None)
 WAYS = st.builds(
@@ -284,6 +284,15 @@ def test_peak_is_that_of_the_worst_visit() -> None:
     graph, backward = 200 + 8 * 100 + 8 * 2 + 8 * 8 * 0.5, 300 + 8 * 30 + 8 * 3
     assert plan.predicted.live_bytes == 10_000 + states + gradients + graph + backward
     assert plan.predicted.stored_bytes == states + gradients + 40  # the first chunk's boundary, as the graph goes
+
+
+def test_plans_leave_a_share_of_the_device_free() -> None:
+    full = make_plan(group(2), COSTS, Budget(live_bytes=15_000, disk_bytes=None), WALK).predicted
+    some = make_plan(
+        group(2), COSTS, Budget(live_bytes=15_000, disk_bytes=None), replace(WALK, spare_share=0.1)
+    ).predicted
+    assert 14_900 <= full.live_bytes <= 15_000
+    assert 13_400 <= some.live_bytes <= 13_500
 
 
 def test_larger_budget_gives_no_slower_plan() -> None:

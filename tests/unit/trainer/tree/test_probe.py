@@ -33,6 +33,7 @@ WALK = PlanOptions(
     min_chunk_tokens=32,
     max_chunk_tokens=96,
     alignment_tokens=32,
+    spare_share=0.0,
 )
 
 
@@ -149,6 +150,9 @@ def test_costs_by_configuration_are_near_the_measured_ones(family: str) -> None:
     for forest in (group(3), tree()):
         peaks = [make_plan(forest, given, Budget(), WALK).predicted.live_bytes for given in (by_config, costs)]
         assert peaks[0] == pytest.approx(peaks[1], rel=0.5)
+    if costs.can_pack:
+        segments = [(0, 96), (96, 64), (96, 64), (160, 32)]
+        assert by_config.pack.at(segments) == pytest.approx(costs.pack.at(segments), rel=0.5)
     for name in ("state_bytes_per_token", "attended_bytes_per_token", "layer_input_bytes_per_token"):
         assert getattr(by_config, name) == pytest.approx(getattr(costs, name), rel=0.05)
 
