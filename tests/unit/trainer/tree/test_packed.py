@@ -16,7 +16,7 @@ from services.common.errors import ConfigError
 from services.trainer.objective import PolicyObjective
 from services.trainer.packing import Batch
 from services.trainer.tree import packed
-from services.trainer.tree.adapters.attention import use_tree_attention
+from services.trainer.tree.adapters.attention import tree_attention, use_tree_attention
 from services.trainer.tree.forest import Forest, Segment, make_forest
 from services.trainer.tree.head import backward_through_head
 from services.trainer.tree.packed import (
@@ -178,9 +178,9 @@ def test_segments_out_of_order_are_refused() -> None:
 def test_layers_that_hide_their_window_are_refused() -> None:
     layer = make_model("qwen3_window").base_model.layers[0].self_attn
     states = random_heads(5)
-    with pytest.raises(ValueError, match="Qwen3Attention has a sliding window"):
-        packed_attention(layer, *states, None)
-    packed_attention(layer, *states, None, sliding_window=5)
+    with pytest.raises(ConfigError, match="Qwen3Attention has a sliding window"):
+        tree_attention(layer, *states, None)
+    tree_attention(layer, *states, None, sliding_window=5)
     with pytest.raises(ValueError, match="mask"):
         packed_attention(layer, *states, torch.zeros(5, 5), sliding_window=5)
 
