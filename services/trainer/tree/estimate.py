@@ -40,7 +40,12 @@ class Layout:
 
 
 def costs_from_config(
-    config: Any, dtype: torch.dtype = torch.bfloat16, layout: Layout | None = None, speeds: Speeds | None = None
+    config: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: Layout | None = None,
+    speeds: Speeds | None = None,
+    *,
+    on_gpu: bool = True,
 ) -> ModelCosts:
     """What one rank pays for the model of a Hugging Face configuration, without its weights.
 
@@ -53,7 +58,8 @@ def costs_from_config(
     adapter = adapter_for(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config.get_text_config())
-    costs = costs_of_model(model, adapter, dtype, speeds=speeds or Speeds(), is_frozen=layout.lora_rank is not None)
+    is_frozen = layout.lora_rank is not None
+    costs = costs_of_model(model, adapter, dtype, speeds=speeds or Speeds(), is_frozen=is_frozen, on_gpu=on_gpu)
     return _spread(costs, model, dtype, layout)
 
 
@@ -65,13 +71,15 @@ def costs_of_model(
     count_weights: bool = False,
     speeds: Speeds | None = None,
     is_frozen: bool | None = None,
+    on_gpu: bool | None = None,
 ) -> ModelCosts:
     """What a model costs whose forward is in ``dtype``, without running it; a model without data (``meta``) will do.
 
     ``count_weights``: weights and the gradients of those that are trained count in ``constant_bytes``; otherwise
     memory budgets are for what comes beside them. ``is_frozen``: most weights are (adapters are trained); as the model
-    is, if not given.
+    is, if not given. ``on_gpu``: where it will run; where it is, if not given.
     """
+    on_gpu = model.device.type != "cpu" if on_gpu is None else on_gpu
     config = model.config.get_text_config()
     parameters = list(model.parameters())
     weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -96,9 +104,7 @@ def costs_of_model(
         **_head_costs(model, dtype, is_frozen=is_frozen),
     )
     largest = 0 if is_frozen else max((p.numel() * p.element_size() for p in model.base_model.parameters()), default=0)
-    return replace(
-        costs, **_activation_costs(layers, states, config, dtype, wide, largest, on_gpu=model.device.type != "cpu")
-    )
+    return replace(costs, **_activation_costs(layers, states, config, dtype, wide, largest, on_gpu=on_gpu))
 
 
 def _state_costs(states: tuple[LayerStates, ...], config: Any, dtype: torch.dtype) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def costs_on_paper(
         lora_rank=lora_rank,
         trained_bytes=trained_bytes,
     )
-    costs = costs_from_config(config, getattr(torch, dtype), layout, CPU_SPEEDS if on_cpu else Speeds())
+    speeds = CPU_SPEEDS if on_cpu else Speeds()
+    costs = costs_from_config(config, getattr(torch, dtype), layout, speeds, on_gpu=not on_cpu)
     beside = costs.constant_bytes - costs.weight_bytes
     gradients = beside * min(1.0, _GRADIENT_BYTES / trained_bytes) if trained_bytes else 0.0
     return costs, AlwaysHeld(costs.weight_bytes, gradients, beside - gradients)
