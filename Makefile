@@ -50,6 +50,10 @@ test-trajectory: setup  ## What must hold for every trajectory tree, on many mor
 test-tree: setup  ## Gradients of the tree executor against plain autograd, in many more cases (a quarter of an hour)
 	TIDEGATE_EXAMPLES=24 $(BIN)/python -m pytest tests/unit/trainer/tree
 
+.PHONY: bench-tree
+bench-tree: setup  ## The tree executor against flattened rows: time, memory, longest context (some minutes)
+	$(BIN)/python -m benchmarks.tree --json
+
 .PHONY: bench-trajectory
 bench-trajectory: setup  ## Taking in, selecting and storing a run of a million tokens (a minute)
 	$(BIN)/python -m benchmarks.trajectory

@@ -112,7 +112,7 @@ def longctx(
         typer.Option(min=0, help="On paper: bytes beside each trained weight.", show_default="gradient and AdamW"),
     ] = None,
     tflops: Annotated[
-        float | None, typer.Option(min=0, help="Speed of a rank for the guess of time.", show_default="by device")
+        float | None, typer.Option(min=1e-6, help="Speed of a rank for the guess of time.", show_default="by device")
     ] = None,
     device: Annotated[DeviceName, typer.Option(help="Where it runs or would run.")] = DeviceName.AUTO,
     run: Annotated[bool, typer.Option("--run", help="Run one forward and backward, and measure it.")] = False,

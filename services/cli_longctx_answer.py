@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _FREE_SHARE = 0.9
 """Of memory or a disk that is free, what is used where no size is given."""
+_MAX_TOKENS = 1 << 26
+"""Of made-up runs, whose tokens are held here: about 20 bytes each."""
 _RESUME_FILE = "longctx.json"
 _BLOCK_TOKENS = 64
 """As in the ``torch`` backend: recurrent layers work in blocks of so many tokens."""
@@ -92,7 +94,7 @@ def check(asked: Asked) -> None:
     on_paper = asked.num_ranks > 1 or asked.weight_bits is not None or asked.optimizer_bytes is not None
     if loads and on_paper:
         raise ConfigError(
-            "ranks, --weight-bits and --optimizer-bytes are for plans on paper.",
+            "--ranks, --weight-ranks, --expert-ranks, --weight-bits and --optimizer-bytes are for plans on paper.",
             f"Leave {what} out, or leave them out: the step runs in this process, with weights in float32.",
         )
     if loads and asked.device == "cuda":
@@ -119,6 +121,12 @@ def check(asked: Asked) -> None:
         )
     if asked.resume_dir is not None and asked.options.mode == "pack":
         raise ConfigError("the progress of one pass cannot be saved.", "Give --mode walk with --resume-dir.")
+    num_tokens = asked.prompt_tokens + asked.group_size * asked.response_tokens
+    if asked.data is None and num_tokens > _MAX_TOKENS:
+        raise ConfigError(
+            f"{num_tokens:,} tokens are more than are made up: {_MAX_TOKENS:,}.",
+            "Lower --prompt-tokens, --response-tokens or --group.",
+        )
     if asked.data is not None and asked.finds_longest:
         raise ConfigError("--find-longest asks for made-up prompts.", "Leave --data out.")
     _check_free(asked.page_dir, asked.page_bytes)

@@ -65,7 +65,7 @@ def _describe(error: ValidationError, model: type[BaseModel], source: str) -> st
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
-        text = item["msg"]
+        text = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             text = "unknown key" + _nearest(str(item["loc"][-1]), model)
         elif item["type"] == "tuple_type":
@@ -80,7 +80,7 @@ def _nearest(name: str, model: type[BaseModel]) -> str:
     known = _field_names(model)
     if name in known:  # of another section, or of another choice
         return ""
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

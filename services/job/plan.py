@@ -27,7 +27,8 @@ from services.rollout.scoring.evaluate import check_scoring, describe
 from services.rollout.tasks import load_task_set
 from services.rollout.types import Task
 from services.scheduler.options import JobOptions
-from services.trainer.tree.adapters import adapter_for
+from services.trainer.tree.adapters import Adapter, adapter_for
+from services.trainer.tree.plan import ModeChoice
 from services.trajectory.store.check import check_store, describe_store
 
 
@@ -100,7 +101,7 @@ def plan_job(config: JobConfig, config_path: Path, *, resume: bool) -> Plan:
         check_port(config.scheduler.grpc_host, config.scheduler.grpc_port, "scheduler.grpc_host", "scheduler.grpc_port")
     model_path = resolve_model(_model_path(config.model.path, base))
     check_model(model_path)
-    adapter_for(load_architecture(model_path))
+    check_mode(config.trainer.tree.mode, adapter_for(load_architecture(model_path)))
 
     output = _from(Path.cwd(), config.output.dir)
     check_output(output)
@@ -168,6 +169,15 @@ def check_page_dir(folder: Path | None) -> None:
         raise ConfigError(
             f"trainer.tree.page_dir: {folder} is no folder that can be written.",
             "Make it on a fast local disk, or leave page_dir out.",
+        )
+
+
+def check_mode(mode: ModeChoice, adapter: Adapter) -> None:
+    """Raise ``ConfigError`` for a model whose trees cannot be packed, where they have to be."""
+    if mode is ModeChoice.PACK and not adapter.is_attention_only:
+        raise ConfigError(
+            "trainer.tree.mode: pack does not serve a model whose layers are not all attention.",
+            "Set it to walk or auto.",
         )
 
 

@@ -186,6 +186,8 @@ def test_exported_runs_are_trained(models: Path, tmp_path: Path) -> None:
         ("qwen3", ("--page-dir", "{dir}", "--page-bytes", "900TB"), "free, not 900 TB"),
         ("qwen3", ("--host-memory", "1GB", "--device", "cpu"), "on a CPU the device's memory is the host's"),
         ("qwen3", ("--ranks", "2", "--run"), "are for plans on paper"),
+        ("qwen3", ("--prompt-tokens", "100000000000"), "more than are made up"),
+        ("qwen3", ("--group", "1000000"), "more than are made up"),
         ("qwen3", ("--resume-dir", "{dir}/new"), "is for a step that runs"),
         ("qwen3", ("--resume-dir", "{dir}/new", "--run", "--measure"), "measured costs differ"),
         (
@@ -195,7 +197,7 @@ def test_exported_runs_are_trained(models: Path, tmp_path: Path) -> None:
         ),
         ("qwen3", ("--resume-dir", "{dir}/new", "--run", "--mode", "pack"), "one pass cannot be saved"),
         ("qwen3", ("--find-longest",), "without a limit on memory"),
-        ("qwen3_5", ("--mode", "pack"), "mode pack does not serve this model"),
+        ("qwen3_5", ("--mode", "pack"), "mode pack does not serve a model whose layers are not all attention."),
         ("qwen3", ("--data", "{dir}/none.jsonl"), "cannot read {dir}/none.jsonl"),
     ],
 )

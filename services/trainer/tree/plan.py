@@ -146,7 +146,7 @@ def _pack(forest: Forest, costs: ModelCosts, budget: Budget, options: PlanOption
     if options.mode is ModeChoice.AUTO and (not can or forest.num_tokens > options.max_pack_tokens):
         return None
     if not can:
-        what = "detaching the shared segments" if is_detached else "this model, whose layers are not all attention,"
+        what = "detaching the shared segments" if is_detached else "a model whose layers are not all attention"
         raise ConfigError(f"mode pack does not serve {what}.", "Set the mode to walk or auto.")
     longest = max((segment.num_tokens for segment in forest.segments), default=1)
     chunks = cut_chunks(forest, longest)

@@ -103,6 +103,12 @@ def test_a_key_of_another_choice_is_not_its_own_neighbour(tmp_path: Path) -> Non
     assert "did you mean" not in str(refused.value)
 
 
+def test_a_key_that_resembles_none_has_no_neighbour(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gradient_checkpointing: unknown key") as refused:
+        load_config(JobConfig, write(tmp_path, MINIMAL), ["trainer.gradient_checkpointing=true"])
+    assert "did you mean" not in str(refused.value)
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_bytes(b"name: \xff\xfe")
     with pytest.raises(ConfigError, match="not YAML"):

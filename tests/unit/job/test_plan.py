@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,17 @@ from services.common.errors import ConfigError
 from services.common.ids import JobId
 from services.job.commit import Commit, read_commit, write_commit
 from services.job.config import JobConfig
-from services.job.plan import _commit_of, _from, _with_own_store, check_output, check_page_dir, checkpoints_of
+from services.job.plan import (
+    _commit_of,
+    _from,
+    _with_own_store,
+    check_mode,
+    check_output,
+    check_page_dir,
+    checkpoints_of,
+)
 from services.scheduler.types import Counters, ReadyGroup, ResumeState
+from services.trainer.tree.plan import ModeChoice
 from services.trajectory.types import GroupResult, GroupSpec
 
 READY = ReadyGroup(
@@ -116,3 +126,12 @@ def test_page_files_need_a_folder_that_can_be_written(tmp_path: Path) -> None:
     check_page_dir(tmp_path)
     with pytest.raises(ConfigError, match=r"page_dir.*nowhere"):
         check_page_dir(tmp_path / "nowhere")
+
+
+def test_a_model_with_recurrent_layers_is_not_packed() -> None:
+    attention = SimpleNamespace(is_attention_only=True)
+    hybrid = SimpleNamespace(is_attention_only=False)
+    check_mode(ModeChoice.PACK, attention)  # type: ignore[arg-type]
+    check_mode(ModeChoice.AUTO, hybrid)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"trainer\.tree\.mode.*not all attention"):
+        check_mode(ModeChoice.PACK, hybrid)  # type: ignore[arg-type]
