@@ -30,6 +30,7 @@ from benchmarks.tree_world import (
     make_model,
     train_flattened,
     train_tree,
+    unrounded_recurrence,
 )
 from services.trainer.tree.adapters import adapter_for
 from services.trainer.tree.costs import Budget, ModelCosts
@@ -159,7 +160,8 @@ def exactness(config: str) -> dict[str, float]:
     for nodes in (agent_nodes(shrink=16), group_nodes(Group(300, 40, 4))):
         forest = make_forest(nodes)
         model = make_model(CONFIGS[config](), dtype)
-        train_flattened(model, nodes, checkpointing=False)
+        with unrounded_recurrence():
+            train_flattened(model, nodes, checkpointing=False)
         reference = gradients_of(model)
         model = make_model(CONFIGS[config](), dtype)
         executor = make_executor(model)

@@ -6,6 +6,7 @@ log-probability, so that gradients can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,7 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "sparse": sparse_config,
 }
 IN_FLOAT64 = frozenset({"hybrid", "moe", "latent"})
-"""Compared in float64: small differences can change which experts a token chooses, and in float32 the noise of Hugging
-Face's own recurrence is above that of the executor."""
+"""Compared in float64: small differences can change which experts a token chooses, and add up in a recurrence."""
 
 
 def _sizes(hidden: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> dict[str, Any]:
@@ -259,6 +259,36 @@ def train_flattened(model: Any, nodes: Sequence[Node], *, checkpointing: bool = 
         ids = torch.from_numpy(row.target_ids)
         rows.backward(backward_through_head(rows.detach(), head, ids, 1.0, HEAD_ROWS, slope_of))
     return float(total)
+
+
+@contextlib.contextmanager
+def unrounded_recurrence() -> Iterator[None]:
+    """Hugging Face's gated delta rule rounds to float32 inside, also in a model of float64: a plain one stands in."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    theirs = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = _gated_delta_rule
+    try:
+        yield
+    finally:
+        modeling_qwen3_5.torch_chunk_gated_delta_rule = theirs
+
+
+def _gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """Token by token (Yang et al., arXiv 2412.06464, equation 10). All ``[1, T, heads, ...]``."""
+    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    matrices = value.new_zeros(1, key.shape[2], key.shape[-1], value.shape[-1])
+    rows = []
+    for token in range(query.shape[1]):
+        one_key = key[:, token, :, :, None]
+        matrices = matrices * g[:, token, :, None, None].exp()
+        wrong = value[:, token] - (matrices * one_key).sum(-2)
+        matrices = matrices + one_key * (beta[:, token, :, None] * wrong)[:, :, None]
+        rows.append((matrices * query[:, token, :, :, None]).sum(-2))
+    return torch.stack(rows, 1), None
 
 
 def gradients_of(model: Any) -> dict[str, Tensor]:
