@@ -34,6 +34,7 @@ class TreeConfig(BaseModel):
     page_bytes: int | None = Field(default=None, ge=1)
     """Most bytes of the page file; none: as many as the disk has."""
     min_chunk_tokens: int = Field(default=64, ge=1)
+    """Chunks are made no smaller to fit memory; a step that would need smaller ones is refused."""
     max_chunk_tokens: int = Field(default=8192, ge=1)
     """Chunks are as large as memory allows between these."""
     head_rows: int = Field(default=1024, ge=1)
