@@ -205,6 +205,7 @@ class Peak:
 def tree_peak(model: Any, nodes: Sequence[Node], forest: Forest, plan: Plan, disk_bytes: int | None = None) -> Peak:
     """Of one step by a plan. ``disk_bytes``: most that page files may take."""
     watch = _Watch()
+    gc.collect()
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-tree-") as folder:  # /tmp may be memory
         executor = make_executor(model, StoreBudget(folder=Path(folder), disk_bytes=disk_bytes))
         with AllocationTracker(count_existing=True) as tracker:
@@ -214,6 +215,7 @@ def tree_peak(model: Any, nodes: Sequence[Node], forest: Forest, plan: Plan, dis
 
 def flattened_peak(model: Any, nodes: Sequence[Node]) -> Peak:
     """Of one step over flattened rows."""
+    gc.collect()
     with AllocationTracker(count_existing=True) as tracker:
         train_flattened(model, nodes)
     return Peak(tracker.peak_bytes, 0)

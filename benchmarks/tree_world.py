@@ -100,8 +100,11 @@ def latent_config(**more: Any) -> Any:
 
 
 def sparse_config() -> Any:
-    """DeepSeek-V3.2: each token attends to the positions that an indexer selects."""
-    return latent_config(kind="DeepseekV32Config", index_topk=96, index_n_heads=4, index_head_dim=32)
+    """DeepSeek-V3.2: each token attends to the positions that an indexer selects.
+
+    With few index heads many scores are exactly zero, and which of equal ones are selected is anybody's choice.
+    """
+    return latent_config(kind="DeepseekV32Config", index_topk=96, index_n_heads=16, index_head_dim=32)
 
 
 CONFIGS: dict[str, Callable[..., Any]] = {
@@ -112,8 +115,9 @@ CONFIGS: dict[str, Callable[..., Any]] = {
     "latent": latent_config,
     "sparse": sparse_config,
 }
-IN_FLOAT64 = frozenset({"hybrid", "moe", "latent"})
-"""Compared in float64: small differences can change which experts a token chooses, and add up in a recurrence."""
+IN_FLOAT64 = frozenset({"hybrid", "moe", "latent", "sparse"})
+"""Compared in float64: small differences can change which experts and positions a token chooses, and add up in a
+recurrence."""
 
 
 def _sizes(hidden: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> dict[str, Any]:
