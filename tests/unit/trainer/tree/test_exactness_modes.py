@@ -6,6 +6,7 @@ import itertools
 import threading
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,21 @@ def test_bfloat16_stays_near_float32(name: str) -> None:
         assert similarity > 0.95, key
 
 
-@pytest.mark.parametrize("trained", ["embed_tokens", "layers.0.self_attn.k", "layers.0.linear", "mlp", "lm_head"])
-@pytest.mark.parametrize("name", ["qwen3_window", "qwen3_5", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        *product(["qwen3_window", "qwen3_5", "deepseek_v32"], ["embed_tokens", "mlp", "lm_head"]),
+        *product(["qwen3_window", "deepseek_v32"], ["layers.0.self_attn.k"]),
+        ("qwen3_5", "layers.0.linear"),
+    ],
+)
 def test_any_part_of_a_model_may_be_frozen(name: str, trained: str) -> None:
     batch = make_batch(10, SMALL)
     ours, plain = make_model(name), make_model(name)
     for model in (ours, plain):
         for key, parameter in model.named_parameters():
             parameter.requires_grad_(trained in key)
-    if not any(parameter.requires_grad for parameter in ours.parameters()):
-        pytest.skip("the model has no such part")
+    assert any(parameter.requires_grad for parameter in ours.parameters())
     executor = make_executor(ours)
     with Unrounded():
         expected = reference.run(plain, batch, temperature=0.9, rows=reference.leaf_rows(batch))
